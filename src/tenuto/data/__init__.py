@@ -1,0 +1,1 @@
+"""Tasks and data sets: each module stands alone and imports neither a model nor a framework."""

@@ -1,0 +1,265 @@
+"""Attention: queries of live rows against the keys and values of every token of their sequence.
+
+MoMHA (E, k, H, D, W), SUT section 2.2: E experts of H heads of width D; a token's k experts give k*H query heads,
+and every expert's head h attends over the same keys K_h and values V_h, so its cost and its cache are those of H
+key/value heads. E = 1 is ordinary multi-head attention; H = 1 is MoA.
+
+    (1) score(i, j) = D^-0.5 (q_i . k_j + q_i . R[h, clip(j - i, -W, W)])      relative_positions "window"
+    (2) score(i, j) = D^-0.5 q_i . k_j + b[h, bucket(j - i)]                   relative_positions "t5"
+    (3) y_i = sum_e g(e|x_i) O_e softmax_j(score_e(i, j)) V_j
+
+Offsets clip at +-W (the released code clips at W-1, which leaves W = 1 without any position).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .experts import Dispatch, ExpertLinear, Router
+from .ledger import Ledger
+from .rows import QueryGroup, Rows
+
+
+def sinusoidal_positions(length: int, size: int, device: torch.device) -> Tensor:
+    """[T, d] sine and cosine codes (Vaswani et al. 2017), sines first as in fairseq."""
+    half = size // 2
+    scale = math.log(10_000) / max(half - 1, 1)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * torch.exp(
+        torch.arange(half, device=device, dtype=torch.float32) * -scale
+    )
+    codes = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    return nn.functional.pad(codes, (0, size % 2))
+
+
+class RelativeWindow(nn.Module):
+    """R of Eq. 1: [H, D, 2W+1], zero at the start, shared by the experts."""
+
+    def __init__(self, heads: int, head_dim: int, window: int):
+        super().__init__()
+        self.window = window
+        self.embedding = nn.Parameter(torch.zeros(heads, head_dim, 2 * window + 1))
+
+    @property
+    def row_macs(self) -> int:
+        """MACs of one query row of all H heads."""
+        return self.embedding.numel()
+
+    def forward(self, q_SHLD: Tensor, offsets_SLT: Tensor) -> Tensor:
+        """Queries and key-query offsets -> [S, H, L, T] scores to add (before the scale D^-0.5)."""
+        by_offset = q_SHLD @ self.embedding
+        index = offsets_SLT.clamp(-self.window, self.window) + self.window
+        return by_offset.gather(-1, index.unsqueeze(1).expand(*q_SHLD.shape[:3], -1))
+
+
+class BucketBias(nn.Module):
+    """b of Eq. 2: one learned number per head and bucket of offset (Raffel et al. 2020).
+
+    Half of the buckets are exact small offsets, the rest grow logarithmically up to `max_distance`; a causal
+    stack gives all buckets to the past.
+    """
+
+    def __init__(self, heads: int, buckets: int, max_distance: int, causal: bool):
+        super().__init__()
+        self.buckets, self.max_distance, self.causal = buckets, max_distance, causal
+        self.bias = nn.Parameter(torch.zeros(buckets, heads))
+
+    def bucket(self, offsets: Tensor) -> Tensor:
+        """Key position minus query position -> bucket index, same shape."""
+        buckets = self.buckets if self.causal else self.buckets // 2
+        side = 0 if self.causal else (offsets > 0).long() * buckets
+        distance = (-offsets).clamp(min=0) if self.causal else offsets.abs()
+        exact = buckets // 2
+        far = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + far * (buckets - exact)).long().clamp(max=buckets - 1)
+        return side + torch.where(distance < exact, distance, far)
+
+    def forward(self, offsets_SLT: Tensor) -> Tensor:
+        """[S, L, T] offsets -> [S, H, L, T] scores to add."""
+        return nn.functional.embedding(self.bucket(offsets_SLT), self.bias).permute(0, 3, 1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention over rows, with experts (MoMHA) when config.attention_experts > 1.
+
+    `causal` lets a query see its own and earlier positions only. `cross` reads another sequence's states: no
+    relative positions.
+    """
+
+    def __init__(self, config, causal: bool = False, cross: bool = False):
+        super().__init__()
+        self.config, self.is_causal, self.cross = config, causal, cross
+        experts, self.chosen = config.attention_experts, config.attention_experts_per_token
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        size, width = config.hidden_size, self.heads * self.head_dim
+        self.router = Router(
+            size, experts, self.chosen, config.router, config.router_samples, config.router_dropout
+        )
+        self.query = ExpertLinear(experts, size, width)
+        self.key = nn.Linear(size, width, bias=False)
+        self.value = nn.Linear(size, width, bias=False)
+        self.output = ExpertLinear(experts, width, size)
+        self.relative = None
+        if config.relative_positions == "window" and not cross:
+            self.relative = RelativeWindow(self.heads, self.head_dim, config.window)
+
+    @property
+    def row_macs(self) -> int:
+        """MACs of one query row: query and output of its k experts (router, keys and values apart)."""
+        return self.chosen * (self.query.row_macs + self.output.row_macs)
+
+    @property
+    def kv_macs(self) -> int:
+        """MACs of one row's key and value."""
+        return self.key.weight.numel() + self.value.weight.numel()
+
+    @property
+    def pair_macs(self) -> int:
+        """MACs of one query token against one key token: scores and mixing, all k*H heads."""
+        return 2 * self.chosen * self.heads * self.head_dim
+
+    def project(self, states_Md: Tensor, rows: Rows, kv: tuple | None) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of `rows`' states into the [B, T, H, D] buffers; returns the new buffers.
+
+        Tokens not in `rows` keep what `kv` holds: that is how stopped tokens stay visible without being computed.
+        """
+        shape = (-1, self.heads, self.head_dim)
+        old_k, old_v = kv if kv is not None else (None, None)
+        return (
+            rows.write(old_k, self.key(states_Md).view(shape)),
+            rows.write(old_v, self.value(states_Md).view(shape)),
+        )
+
+    def forward(
+        self,
+        x_Nd: Tensor,
+        rows: Rows,
+        kv: tuple[Tensor, Tensor],
+        key_mask_BT: Tensor | None,
+        bias: BucketBias | None,
+    ) -> tuple[Tensor, Dispatch | None]:
+        """Rows -> rows (Eq. 3), and the routing decision.
+
+        `kv` are key and value buffers [B, T, H, D]; `key_mask_BT` is true where a key may be read (None: all).
+        """
+        dispatch = self.router(x_Nd)
+        if dispatch is None:
+            q_NkHD = self.query(x_Nd, None).view(-1, 1, self.heads, self.head_dim)
+        else:
+            q = dispatch.receive(self.query(dispatch.send(x_Nd), dispatch))
+            q_NkHD = q.view(-1, self.chosen, self.heads, self.head_dim)
+        out_Nkn = rows.regroup(
+            [self._attend(q_NkHD, group, kv, key_mask_BT, bias) for group in rows.groups]
+        )
+        if dispatch is None:
+            return self.output(out_Nkn.squeeze(1), None), None
+        return dispatch.combine(self.output(dispatch.send_each(out_Nkn), dispatch)), dispatch
+
+    def _attend(
+        self,
+        q_NkHD: Tensor,
+        group: QueryGroup,
+        kv: tuple[Tensor, Tensor],
+        key_mask_BT: Tensor | None,
+        bias: BucketBias | None,
+    ) -> Tensor:
+        """One group of sequences: [N, k, H, D] queries -> its members' [n, k, H*D] results."""
+        q_SQkHD = group.pad(q_NkHD)
+        S, Q, k, H, D = q_SQkHD.shape
+        # a token's k experts share K and V, so they are k more queries, not k copies of the keys
+        q_SHLD = q_SQkHD.permute(0, 3, 2, 1, 4).reshape(S, H, k * Q, D)
+        keys, values = (group.sequences_of(part).transpose(1, 2) for part in kv)
+        scores = self._mask(q_SHLD, group, keys.shape[2], key_mask_BT, bias)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        out_SLHD, _ = attend(
+            self,
+            q_SHLD,
+            keys,
+            values,
+            scores,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=D**-0.5,
+            is_causal=False,
+        )
+        out = out_SLHD.reshape(S, k, Q, H * D).transpose(1, 2)
+        return group.unpad(out)
+
+    def _mask(
+        self,
+        q_SHLD: Tensor,
+        group: QueryGroup,
+        length: int,
+        key_mask_BT: Tensor | None,
+        bias: BucketBias | None,
+    ) -> Tensor | None:
+        """What is added to the scores, [S, 1 or H, L, T]: relative terms, -inf where a key is hidden."""
+        k = q_SHLD.shape[2] // group.positions.shape[1]
+        visible = None
+        if key_mask_BT is not None:
+            visible = group.sequences_of(key_mask_BT)[:, None, :]
+        added = None
+        if self.is_causal or not self.cross:
+            # without gathering, every sequence has the same offsets: one row stands for all
+            positions = group.positions if group.slots is not None else group.positions[:1]
+            keys = torch.arange(length, device=q_SHLD.device)
+            offsets = keys - positions.repeat(1, k).unsqueeze(-1)
+            if self.is_causal:
+                visible = offsets <= 0 if visible is None else visible & (offsets <= 0)
+            if self.relative is not None:
+                offsets = offsets.expand(q_SHLD.shape[0], -1, -1)
+                added = self.relative(q_SHLD, offsets) * self.head_dim**-0.5
+            elif bias is not None and not self.cross:
+                added = bias(offsets)
+        if visible is None:
+            return added
+        visible = visible.unsqueeze(1)
+        if added is None:
+            shape = (q_SHLD.shape[0], 1, q_SHLD.shape[2], length)
+            return visible.expand(shape)
+        return added.masked_fill(~visible, torch.finfo(added.dtype).min)
+
+    def account(
+        self, ledger: Ledger, rows: Rows, key_mask_BT: Tensor | None, length: int
+    ) -> None:
+        """Books the queries, outputs, router and scores of one application (keys and values: `account_kv`)."""
+        kind = "linear" if self.query.weight.shape[0] == 1 else "expert"
+        ledger.add(kind, rows.per_sequence, self.row_macs)
+        ledger.add("router", rows.per_sequence, self.router.row_macs)
+        executed = torch.zeros_like(rows.per_sequence)
+        for group in rows.groups:
+            where = slice(None) if group.sequences is None else group.sequences
+            executed[where] = group.positions.shape[1]
+        if key_mask_BT is None:
+            readable = torch.full_like(rows.per_sequence, length)
+        else:
+            readable = key_mask_BT.sum(-1)
+        if self.is_causal:
+            position = rows.position
+            if key_mask_BT is not None:
+                position = key_mask_BT.cumsum(-1)[rows.sequence, position] - 1
+            pairs = torch.zeros_like(rows.per_sequence).index_add(0, rows.sequence, position + 1)
+        else:
+            pairs = rows.per_sequence * readable
+        ledger.add_attention(executed * length, pairs, self.pair_macs)
+        if self.relative is not None:
+            ledger.add("attention", executed, self.chosen * self.relative.row_macs)
+
+    def account_kv(self, ledger: Ledger, rows: Rows) -> None:
+        """Books the keys and values projected for `rows`."""
+        ledger.add("linear", rows.per_sequence, self.kv_macs)
+        ledger.add_kv(rows.per_sequence, 2 * self.heads * self.head_dim * self.key.weight.element_size())
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+    """The plain formula, for `attn_implementation="eager"`; same layouts as transformers' functions."""
+    scores = query @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = nn.functional.dropout(scores.softmax(-1), dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights

@@ -1,0 +1,113 @@
+"""One step: attention, cross-attention in a decoder, feed-forward, and their norms. It knows nothing of halting."""
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import Attention, BucketBias
+from .experts import Dispatch, FeedForward
+from .ledger import Ledger
+from .rows import Rows
+
+
+def norm(config) -> nn.Module:
+    """The config's norm over d."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+class Branch(nn.Module):
+    """A residual branch's norms: post  N(x + f(x)); pre  x + f(N(x)); sandwich  x + N(f(N(x)))."""
+
+    def __init__(self, config):
+        super().__init__()
+        place = config.norm_placement
+        self.before = norm(config) if place in ("pre", "sandwich") else nn.Identity()
+        self.inner = norm(config) if place == "sandwich" else nn.Identity()
+        self.after = norm(config) if place == "post" else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+
+    def add(self, x_Nd: Tensor, branch_Nd: Tensor) -> Tensor:
+        """Adds the branch's result to the residual stream."""
+        return self.after(x_Nd + self.dropout(self.inner(branch_Nd)))
+
+
+class Block(GradientCheckpointingLayer):
+    """The unit that is stacked (dense) or iterated (universal)."""
+
+    def __init__(self, config, decoder: bool = False):
+        super().__init__()
+        self.attention = Attention(config, causal=decoder)
+        self.attention_branch = Branch(config)
+        self.cross = Attention(config, cross=True) if decoder else None
+        self.cross_branch = Branch(config) if decoder else None
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_branch = Branch(config)
+
+    def forward(
+        self,
+        x_Nd: Tensor,
+        rows: Rows,
+        kv: tuple[Tensor, Tensor],
+        mask_BT: Tensor | None,
+        bias: BucketBias | None = None,
+        memory_kv: tuple[Tensor, Tensor] | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Dispatch]]:
+        """Live rows -> live rows one step further, and the routing decisions by module name.
+
+        `kv`: self-attention's buffers, from `keys_values`. `memory_kv`: the encoder's, from `memory_keys_values`.
+        """
+        routing = {}
+        branch = self.attention_branch
+        out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, mask_BT, bias)
+        x_Nd = branch.add(x_Nd, out)
+        if self.cross is not None:
+            branch = self.cross_branch
+            out, routing["cross"] = self.cross(
+                branch.before(x_Nd), rows, memory_kv, memory_mask, None
+            )
+            x_Nd = branch.add(x_Nd, out)
+        branch = self.feed_forward_branch
+        out, routing["feed_forward"] = self.feed_forward(branch.before(x_Nd))
+        x_Nd = branch.add(x_Nd, out)
+        return x_Nd, {name: one for name, one in routing.items() if one is not None}
+
+    def keys_values(self, states_Md: Tensor, rows: Rows, kv: tuple | None) -> tuple[Tensor, Tensor]:
+        """Self-attention's K/V buffers with `rows` projected from their states."""
+        return self.attention.project(self.attention_branch.before(states_Md), rows, kv)
+
+    def memory_keys_values(self, memory_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-attention's K/V of the encoder's states; for a tied block once, they do not change."""
+        rows = Rows.of(memory_BTd, None)
+        return self.cross.project(rows.pack(memory_BTd), rows, None)
+
+    def account(
+        self,
+        ledger: Ledger,
+        rows: Rows,
+        kv_rows: Rows,
+        mask_BT: Tensor | None,
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+        first: bool = True,
+    ) -> None:
+        """Books one application to `rows`, keys and values written for `kv_rows` (the encoder's, if `first`)."""
+        self.attention.account_kv(ledger, kv_rows)
+        self.attention.account(ledger, rows, mask_BT, rows.length)
+        if self.cross is not None:
+            if first:
+                self.cross.account_kv(ledger, Rows.of(memory, None))
+            self.cross.account(ledger, rows, memory_mask, memory.shape[1])
+        feed_forward = self.feed_forward
+        kind = "linear" if feed_forward.router.experts == 1 else "expert"
+        ledger.add(kind, rows.per_sequence, feed_forward.row_macs)
+        ledger.add("router", rows.per_sequence, feed_forward.router.row_macs)
+
+    def token_macs(self) -> int:
+        """MACs of one token through the block, keys and values (the encoder's too) included, scores not.
+
+        This is the papers' counting rule (Table 1 of SUT).
+        """
+        parts = [self.attention] + ([self.cross] if self.cross is not None else [])
+        macs = self.feed_forward.row_macs + self.feed_forward.router.row_macs
+        return macs + sum(part.row_macs + part.kv_macs + part.router.row_macs for part in parts)

@@ -1,0 +1,68 @@
+"""The ledger: what one forward pass computed, per sequence, in multiply-accumulates (MACs) and bytes.
+
+One MAC is one multiplication and one addition (two FLOPs). Matrix products are counted; norms, activations,
+softmaxes and embedding look-ups are not, as in the papers. Two attention figures stand side by side:
+`attention` is what was executed (query slots x keys, padding included), `attention_causal` is the pairs that the
+mask lets through. The others are rows computed x cost of a row.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+KINDS = ("linear", "expert", "router", "halting", "attention", "head")
+
+
+@dataclass
+class Ledger:
+    """MACs by kind and key/value bytes written; every value is an int64 tensor [B], one figure a sequence."""
+
+    batch: int
+    macs: dict[str, Tensor] = field(default_factory=dict)
+    attention_causal: Tensor | int = 0
+    kv_bytes: Tensor | int = 0
+
+    def add(self, kind: str, rows: Tensor, cost: int) -> None:
+        """Books `rows` [B] rows at `cost` MACs each."""
+        if cost:
+            self.macs[kind] = self.macs.get(kind, 0) + rows.to(torch.int64) * cost
+
+    def add_attention(self, executed: Tensor, causal: Tensor, cost: int) -> None:
+        """Books query-key pairs [B], executed and let through by the mask, at `cost` MACs a pair."""
+        self.macs["attention"] = self.macs.get("attention", 0) + executed.to(torch.int64) * cost
+        self.attention_causal = self.attention_causal + causal.to(torch.int64) * cost
+
+    def add_kv(self, rows: Tensor, size: int) -> None:
+        """Books key/value rows [B] written, `size` bytes each."""
+        self.kv_bytes = self.kv_bytes + rows.to(torch.int64) * size
+
+    def merge(self, other: "Ledger") -> "Ledger":
+        """The sum of two ledgers of the same batch (an encoder's and a decoder's)."""
+        macs = dict(self.macs)
+        for kind, value in other.macs.items():
+            macs[kind] = macs.get(kind, 0) + value
+        return Ledger(
+            self.batch,
+            macs,
+            self.attention_causal + other.attention_causal,
+            self.kv_bytes + other.kv_bytes,
+        )
+
+    @property
+    def per_sequence(self) -> Tensor:
+        """[B] all MACs of each sequence: what a request is billed."""
+        return sum(self.macs.values()) if self.macs else torch.zeros(self.batch, dtype=torch.int64)
+
+    @property
+    def total(self) -> int:
+        """All MACs of the batch."""
+        return int(self.per_sequence.sum())
+
+    def summary(self) -> dict[str, int]:
+        """Plain numbers: MACs by kind, their total, `attention_causal` and `kv_bytes`, over the batch."""
+        figures = {kind: int(self.macs[kind].sum()) for kind in KINDS if kind in self.macs}
+        figures["total"] = self.total
+        figures["attention_causal"] = int(torch.as_tensor(self.attention_causal).sum())
+        figures["kv_bytes"] = int(torch.as_tensor(self.kv_bytes).sum())
+        return figures

@@ -1,0 +1,113 @@
+"""Encoder-decoder over the stacks of any architecture: the training forward, and one-token answers.
+
+Depth policies work in both stacks, each with its own halting net. Keys and values of cross-attention are made from
+the encoder's final states; a tied decoder block makes them once for all its steps.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import AdaptiveOutput, AdaptivePreTrainedModel
+from .heads import Embeddings, act_loss, token_mask
+
+
+class EncoderDecoder(AdaptivePreTrainedModel):
+    """Token ids -> token ids. Source, target and output embeddings are one matrix (`tie_word_embeddings`)."""
+
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config):
+        config.is_encoder_decoder = True
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embeddings = Embeddings(config)
+        self.encoder = self.stack_class(config)
+        self.decoder = self.stack_class(config, decoder=True)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def shift_right(self, labels_BT: Tensor) -> Tensor:
+        """[B, T] labels -> decoder inputs: `<bos>` and the labels but the last; -100 becomes a pad."""
+        start = labels_BT.new_full((len(labels_BT), 1), self.config.bos_token_id)
+        shifted = torch.cat([start, labels_BT[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        threshold: float | Tensor | None = None,
+        min_steps: int | None = None,
+        max_steps: int | None = None,
+        output_routing: bool = False,
+        loss_weights: dict[str, float] | None = None,
+        **_,
+    ) -> AdaptiveOutput:
+        """[B, S] source ids, [B, T] target ids -> logits [B, T, V]; with labels [B, T] (-100: none), the loss."""
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ValueError("An encoder-decoder needs labels or decoder_input_ids.")
+            decoder_input_ids = self.shift_right(labels)
+            if decoder_attention_mask is None and labels.shape[1] > 1:
+                # the token before the last label is an input too; every place after it is padding
+                decoder_attention_mask = F.pad(labels[:, :-1] != -100, (1, 0), value=True)
+        knobs = {
+            "threshold": threshold,
+            "min_steps": min_steps,
+            "max_steps": max_steps,
+            "output_routing": output_routing,
+        }
+        mask = token_mask(input_ids, attention_mask)
+        target_mask = token_mask(decoder_input_ids, decoder_attention_mask)
+        source = self.encoder(self.embeddings(self.embed_tokens, input_ids, mask), mask, **knobs)
+        target = self.decoder(
+            self.embeddings(self.embed_tokens, decoder_input_ids, target_mask),
+            target_mask,
+            memory=source.hidden,
+            memory_mask=mask,
+            **knobs,
+        )
+        logits = self.lm_head(target.hidden)
+        compute = source.compute.merge(target.compute)
+        places = torch.full_like(target.depths[:, 0], logits.shape[1])
+        compute.add("head", places, self.lm_head.weight.numel())
+        balance = {f"{side}.{name}": value
+                   for side, out in (("encoder", source), ("decoder", target))
+                   for name, value in out.balance.items()}  # fmt: skip
+        losses, loss = None, None
+        if labels is not None:
+            task = F.cross_entropy(
+                logits.flatten(0, 1),
+                labels.flatten(),
+                ignore_index=-100,
+                label_smoothing=self.config.label_smoothing,
+            )
+            act = act_loss(source.expected_depths, mask)
+            act = act + act_loss(target.expected_depths, target_mask)
+            losses = {"task": task, "act": act, **self.auxiliary(balance)}
+            loss = self.weigh(losses, loss_weights)
+        return AdaptiveOutput(
+            loss=loss,
+            logits=logits,
+            losses=losses,
+            last_hidden_state=target.hidden,
+            depths=source.depths,
+            expected_depths=source.expected_depths,
+            decoder_depths=target.depths,
+            compute=compute,
+            balance=balance,
+            routing={"encoder": source.routing, "decoder": target.routing} if output_routing else None,
+        )

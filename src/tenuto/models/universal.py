@@ -1,0 +1,212 @@
+"""The Universal Transformer (Dehghani et al. 2019): one block, iterated, for each token as long as it needs.
+
+The loop below is the algorithm of SUT (arXiv 2310.07096, section 2.4) with ordinary or sparse blocks:
+
+    for step l = 1 .. L:
+        every token still running asks its halting net about h_{l-1}                           (from l = 2)
+        K, V  <- s_{l-1} of the tokens that ran step l-1: those still running, and once more, for good,
+                 those that have just stopped
+        h_l   <- block(queries h_{l-1}, keys and values K, V)         for the tokens still running only
+        s_l   <- expected state                                       halting.py, Eq. 2
+    output: s of each token at the last step it ran
+
+A stopped token costs nothing more, and shows the others its final s (`final_state`). The masked form, which
+computes everything and selects, gives the same outputs and gradients; the tests hold one against the other.
+With input injection the token's own embedding is added to every step's input; it does not change with the step,
+so the rule holds for it as well.
+"""
+
+from typing import Literal
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from .attention import BucketBias
+from .base import AdaptiveConfig, StackOutput
+from .block import Block, norm
+from .experts import Balance
+from .halting import POLICIES
+from .heads import EncoderModel, SequenceClassifier
+from .ledger import Ledger
+from .rows import Rows
+from .seq2seq import EncoderDecoder
+
+
+@strict
+class UniversalTransformerConfig(AdaptiveConfig):
+    """One block, `num_loops` times in an encoder, another `num_decoder_loops` times in a decoder."""
+
+    model_type = "tenuto_universal"
+
+    num_loops: int = 6  # L
+    num_decoder_loops: int = 6
+    input_injection: Literal["none", "add"] = "none"
+
+    policy: Literal["fixed", "stick_breaking"] = "stick_breaking"
+    halt_threshold: float = 0.999
+    halt_bias: float = 0.0  # added to the halt logit: 0 as published, -3 for a deep start
+    min_steps: int = 1
+    act_weight: float = 0.0  # of L_ACT, per token
+
+    def __post_init__(self, **kwargs):
+        # transformers sizes caches by this name: unique layers x loops
+        self.num_hidden_layers = self.num_loops
+        super().__post_init__(**kwargs)
+
+    def validate_depth(self):
+        """Steps and thresholds must make sense together."""
+        if not 1 <= self.min_steps <= self.num_loops:
+            raise ValueError(
+                f"min_steps={self.min_steps} must lie between 1 and num_loops={self.num_loops}."
+            )
+        if not 0.0 <= self.halt_threshold <= 1.0:
+            raise ValueError(f"halt_threshold={self.halt_threshold} must lie between 0 and 1.")
+        if self.policy == "fixed" and self.act_weight:
+            raise ValueError(
+                f'act_weight={self.act_weight} has nothing to weigh with policy="fixed":'
+                " every token runs every step."
+            )
+
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the auxiliary losses by name."""
+        return {self.balance_loss: self.balance_weight, "act": self.act_weight}
+
+
+class UniversalStack(nn.Module):
+    """One block iterated under a depth policy."""
+
+    def __init__(self, config, decoder: bool = False):
+        super().__init__()
+        self.config = config
+        self.steps = config.num_decoder_loops if decoder else config.num_loops
+        self.bias = None
+        if config.relative_positions == "t5":
+            self.bias = BucketBias(
+                config.num_attention_heads,
+                config.relative_buckets,
+                config.relative_max_distance,
+                causal=decoder,
+            )
+        self.block = Block(config, decoder)
+        self.policy = POLICIES[config.policy](config)
+        self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
+
+    def forward(
+        self,
+        x_BTd: Tensor,
+        mask_BT: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        threshold: float | Tensor | None = None,
+        min_steps: int | None = None,
+        max_steps: int | None = None,
+        output_routing: bool = False,
+    ) -> StackOutput:
+        """[B, T, d] embedded tokens, `mask_BT` true at tokens -> `StackOutput`.
+
+        threshold: a number, or [B] one for each sequence; min_steps, max_steps: bounds of the depth. All default to
+        the config's; max_steps may exceed it.
+        """
+        threshold = self.config.halt_threshold if threshold is None else threshold
+        max_steps = self.steps if max_steps is None else max_steps
+        min_steps = self.config.min_steps if min_steps is None else min_steps
+        if not 1 <= min_steps <= max_steps:
+            raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
+        rows = Rows.of(x_BTd, mask_BT)
+        mask_BT = None if rows.index is None else mask_BT
+        policy, block = self.policy, self.block
+        memory_kv = block.memory_keys_values(memory) if memory is not None else None
+        ledger, balance, routing, leavers = Ledger(rows.batch), {}, [], Leavers(rows)
+
+        x_Nd = h_Nd = s_Nd = rows.pack(x_BTd)
+        state, kv = policy.start(h_Nd), None
+        for step in range(1, max_steps + 1):
+            # the rows that ran the step before: their s is new; all others' keys and values stand already
+            kv_rows, kv_Nd = rows, self._input(s_Nd, x_Nd, step)
+            if policy.asks(step, threshold, min_steps):
+                ledger.add("halting", rows.per_sequence, policy.row_macs)
+                asked = policy.ask(state, h_Nd, step - 1)
+                go_on = policy.go_on(asked, rows.value_of(threshold))
+                if not go_on.all():
+                    stopped, kept = (~go_on).nonzero().squeeze(1), go_on.nonzero().squeeze(1)
+                    # `state`, not `asked`: what was left before the last question stays on the last step
+                    leavers.add(rows, stopped, s_Nd, policy.expected_depth(state, step - 1), step - 1)
+                    rows, asked = rows.select(kept), asked.select(kept)
+                    x_Nd, h_Nd, s_Nd = (part.index_select(0, kept) for part in (x_Nd, h_Nd, s_Nd))
+                state = asked
+            if not len(rows):
+                break
+            kv = block.keys_values(kv_Nd, kv_rows, kv)
+            h_Nd, dispatches = block(
+                self._input(h_Nd, x_Nd, step), rows, kv, mask_BT, self.bias, memory_kv, memory_mask
+            )
+            s_Nd = policy.combine(state, h_Nd)
+            block.account(ledger, rows, kv_rows, mask_BT, memory, memory_mask, first=step == 1)
+            for name, dispatch in dispatches.items():
+                if self.training or output_routing:
+                    used = Balance.of(dispatch, state.log_left.exp().to(h_Nd.dtype))
+                    balance[name] = balance[name] + used if name in balance else used
+                if output_routing:
+                    routing.append((step, name, rows.places, dispatch.experts, dispatch.gates))
+        leavers.add(rows, None, s_Nd, policy.expected_depth(state, max_steps), max_steps)
+        hidden, depths, expected = leavers.grids()
+        return StackOutput(
+            hidden=self.final_norm(hidden),
+            depths=depths,
+            expected_depths=expected,
+            balance=balance,
+            routing=routing if output_routing else None,
+            compute=ledger,
+        )
+
+    def _input(self, states_Nd: Tensor, x_Nd: Tensor, step: int) -> Tensor:
+        """What a step reads: the states, from step 2 on with the embedding injected if the config says so."""
+        return states_Nd + x_Nd if step > 1 and self.config.input_injection == "add" else states_Nd
+
+    def token_macs(self) -> int:
+        """MACs of one token through all steps by the papers' rule: nobody stops, scores not counted."""
+        return self.steps * self.block.token_macs() + (self.steps - 1) * self.policy.row_macs
+
+
+class Leavers:
+    """Collects what tokens leave the loop with and lays it out as grids."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.parts = rows, []
+
+    def add(self, rows: Rows, which: Tensor | None, states: Tensor, expected: Tensor, steps: int):
+        """The rows at `which` [n] (None: all) leave after `steps` steps."""
+        places = rows.places
+        if which is not None:
+            places, states, expected = (
+                part.index_select(0, which) for part in (places, states, expected)
+            )
+        self.parts.append((places, states, expected, torch.full_like(places, steps)))
+
+    def grids(self) -> tuple[Tensor, Tensor, Tensor]:
+        """States [B, T, d], depths [B, T] (int) and expected depths [B, T]; zero at pads."""
+        places, states, expected, depths = (torch.cat(part) for part in zip(*self.parts, strict=True))
+        if len(self.parts) > 1 or self.rows.index is not None:
+            rows = Rows(places, self.rows.batch, self.rows.length, self.rows.device)
+        else:
+            rows = self.rows
+        return rows.unpack(states), rows.unpack(depths), rows.unpack(expected)
+
+
+class UniversalTransformerModel(EncoderModel):
+    """Bare encoder."""
+
+    config_class, stack_class = UniversalTransformerConfig, UniversalStack
+
+
+class UniversalTransformerForSequenceClassification(SequenceClassifier):
+    """Encoder and classifier."""
+
+    config_class, stack_class = UniversalTransformerConfig, UniversalStack
+
+
+class UniversalTransformerForSeq2SeqLM(EncoderDecoder):
+    """Encoder and decoder, halting in both."""
+
+    config_class, stack_class = UniversalTransformerConfig, UniversalStack

@@ -1,0 +1,194 @@
+"""The papers' configurations by name, and what each costs by the papers' counting rule."""
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+# Table 1 of SUT counts 10 source and 10 target tokens, every linear and expert weight used (the output projection
+# too), and leaves attention scores out. Sizes of the vocabulary: 32,000 reproduces the baselines, 37,200 the SUT rows.
+SOURCE_TOKENS = TARGET_TOKENS = 10
+
+MACS_RULE = (
+    "10 source + 10 target tokens; linear and expert weights, routers, halting nets and output projection;"
+    " keys and values projected at every step; attention scores not counted"
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """architecture: name of a config class's family; values: config fields; paper: where it comes from.
+
+    macs_published: Table 1's figure in MACs, parameters_published: its figure, where there is one.
+    """
+
+    architecture: str
+    values: dict[str, Any]
+    paper: str
+    macs_published: int | None = None
+    parameters_published: int | None = None
+    note: str = ""
+
+
+_SUT = "Tan et al. 2023 (2310.07096)"
+_BASE = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 2048}
+_BIG = {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 64, "intermediate_size": 4096}
+_UT_WMT = {
+    "relative_positions": "window", "window": 64, "activation": "gelu", "num_loops": 6, "num_decoder_loops": 6,
+    "dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2, "label_smoothing": 0.1,
+}  # fmt: skip
+_SUT_WMT = {
+    **_UT_WMT, "vocab_size": 37200, "hidden_size": 512, "num_attention_heads": 4, "head_dim": 64,
+    "attention_experts": 24, "attention_experts_per_token": 4, "intermediate_size": 512, "ffn_experts": 24,
+    "ffn_experts_per_token": 4, "router_dropout": 0.2, "balance_weight": 1.2e-5, "act_weight": 1.2e-4,
+}  # fmt: skip
+_TINY = {
+    "vocab_size": 32, "num_labels": 7, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 8,
+    "intermediate_size": 32, "dropout": 0.0,
+}  # fmt: skip
+_UT_NOTE = (
+    "The published UT rows follow no rule we could find: six passes of a 45M block at 10 tokens are 2.9G"
+    " (base) and 5.4G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
+)
+
+PRESETS: dict[str, Preset] = {
+    "transformer-base": Preset(
+        "transformer", {**_BASE, "vocab_size": 32000}, "Vaswani et al. 2017 (1706.03762)", 604_000_000, 65_000_000
+    ),
+    "transformer-big": Preset(
+        "transformer", {**_BIG, "vocab_size": 32000, "dropout": 0.3}, "Ott et al. 2018 (1806.00187)",
+        2_090_000_000, 210_000_000,
+    ),
+    "admin-18l-18l": Preset(
+        "transformer", {**_BASE, "vocab_size": 32000, "num_hidden_layers": 18, "num_decoder_layers": 18},
+        "Liu et al. 2020 (2004.08249), sizes only", 1_490_000_000, 151_000_000,
+    ),
+    "admin-60l-12l": Preset(
+        "transformer", {**_BASE, "vocab_size": 32000, "num_hidden_layers": 60, "num_decoder_layers": 12},
+        "Liu et al. 2020 (2004.08249), sizes only", 2_550_000_000, 256_000_000,
+    ),
+    "moa-base": Preset(
+        "transformer",
+        {**_BASE, "vocab_size": 32000, "num_attention_heads": 1, "head_dim": 128, "attention_experts": 8,
+         "attention_experts_per_token": 8, "router": "linear", "balance_loss": "switch", "balance_weight": 0.01},
+        "Zhang et al. 2022 (2210.05144)", 628_000_000, 65_000_000,
+    ),
+    "ut-base": Preset(
+        "universal",
+        {**_UT_WMT, "vocab_size": 37200, "hidden_size": 512, "num_attention_heads": 32, "head_dim": 64,
+         "intermediate_size": 15360},
+        _SUT, 1_998_000_000, 64_000_000, _UT_NOTE,
+    ),
+    "ut-big": Preset(
+        "universal",
+        {**_UT_WMT, "vocab_size": 37200, "hidden_size": 512, "num_attention_heads": 64, "head_dim": 64,
+         "intermediate_size": 29184},
+        _SUT, 3_707_000_000, 105_000_000, _UT_NOTE,
+    ),
+    "sut-base": Preset("sut", _SUT_WMT, _SUT, 787_000_000, 66_000_000),
+    "sut-base-no-halting": Preset(
+        "sut", {**_SUT_WMT, "policy": "fixed", "act_weight": 0.0}, _SUT, None, 65_000_000,
+        "Table 2's row without halting; its MACs are not published.",
+    ),
+    "sut-big": Preset(
+        "sut", {**_SUT_WMT, "attention_experts": 48, "ffn_experts": 48, "router_samples": 1},
+        _SUT, 787_000_000, 110_000_000,
+        "Published with sut-base's MACs; the routers over 48 experts are larger (k, not E, sets the rest).",
+    ),
+    "sut-logic": Preset(
+        "sut",
+        {"vocab_size": 21, "num_labels": 7, "hidden_size": 256, "num_loops": 12, "num_decoder_loops": 12,
+         "num_attention_heads": 2, "head_dim": 32, "attention_experts": 12, "attention_experts_per_token": 4,
+         "window": 1, "intermediate_size": 128, "ffn_experts": 12, "ffn_experts_per_token": 4},
+        _SUT, note="Attention (12,4,2,32,1), feed-forward (12,4,128), 12 steps as published; d is not, 256 is ours.",
+    ),
+    "ut-cfq": Preset(
+        "universal",
+        {"vocab_size": 32000, "hidden_size": 512, "num_loops": 8, "num_decoder_loops": 8, "num_attention_heads": 8,
+         "head_dim": 64, "intermediate_size": 1024, "positions": "none", "relative_positions": "t5",
+         "norm_placement": "pre"},
+        _SUT, note="Attention (1,1,8,64,1), feed-forward (1,1,1024), T5-like; d and the vocabulary are not published."
+        " The published 654M MACs could not be reconstructed.",
+    ),
+    "transformer-tiny": Preset("transformer", {**_TINY, "num_hidden_layers": 3, "num_decoder_layers": 3}, "for tests"),
+    "moa-tiny": Preset(
+        "transformer",
+        {**_TINY, "num_hidden_layers": 3, "num_decoder_layers": 3, "num_attention_heads": 1,
+         "attention_experts": 4, "attention_experts_per_token": 2, "router": "linear", "balance_loss": "switch",
+         "balance_weight": 0.01},
+        "for tests",
+    ),
+    "ut-tiny": Preset(
+        "universal",
+        {**_TINY, "num_loops": 4, "num_decoder_loops": 4, "positions": "none", "relative_positions": "t5",
+         "norm": "rmsnorm", "norm_placement": "sandwich", "activation": "swiglu", "input_injection": "add",
+         "act_weight": 0.01},
+        "for tests",
+    ),
+    "sut-tiny": Preset(
+        "sut",
+        {**_TINY, "num_loops": 4, "num_decoder_loops": 4, "attention_experts": 6, "attention_experts_per_token": 2,
+         "ffn_experts": 6, "ffn_experts_per_token": 2, "window": 3, "act_weight": 0.01, "balance_weight": 0.01},
+        "for tests",
+    ),
+}  # fmt: skip
+
+
+def preset(name: str, **overrides):
+    """The config of a preset, with fields overridden. Unknown names and fields are refused in one sentence."""
+    from . import models
+
+    if name not in PRESETS:
+        near = get_close_matches(name, PRESETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else " `tenuto presets` lists them."
+        raise ValueError(f"There is no preset {name!r}.{hint}")
+    chosen = PRESETS[name]
+    config_class = getattr(models, _CONFIGS[chosen.architecture])
+    unknown = sorted(set(overrides) - {field.name for field in fields(config_class)} - {"num_labels"})
+    if unknown:
+        raise ValueError(f"{name} ({config_class.__name__}) has no field {', '.join(unknown)}.")
+    return config_class(**{**chosen.values, **overrides})
+
+
+HEADS = {"encoder": 0, "classification": 1, "text-to-text": 2}
+_CONFIGS = {
+    "transformer": "TransformerConfig",
+    "universal": "UniversalTransformerConfig",
+    "sut": "SparseUniversalTransformerConfig",
+}
+
+
+def build(config, head: str = "classification"):
+    """A freshly initialised model of the config's architecture; `head` is one of `HEADS`."""
+    from .models import ARCHITECTURES
+
+    if head not in HEADS:
+        raise ValueError(f"There is no head {head!r}; choose from {', '.join(HEADS)}.")
+    for config_class, *models in ARCHITECTURES:
+        if type(config) is config_class:
+            return models[HEADS[head]](config)
+    raise ValueError(f"{type(config).__name__} is not one of tenuto's configs.")
+
+
+def costs(name: str) -> dict[str, Any]:
+    """One row of `tenuto presets`: parameters and MACs of the encoder-decoder, beside the published figures."""
+    import torch
+
+    chosen = PRESETS[name]
+    config = preset(name)
+    with torch.device("meta"):
+        model = build(config, "text-to-text")
+    model.tie_weights()
+    source = model.encoder.token_macs()
+    target = model.decoder.token_macs() + config.hidden_size * config.vocab_size
+    return {
+        "name": name,
+        "architecture": chosen.architecture,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters_published": chosen.parameters_published,
+        "vocab": config.vocab_size,
+        "macs": SOURCE_TOKENS * source + TARGET_TOKENS * target,
+        "macs_rule": MACS_RULE,
+        "macs_published": chosen.macs_published,
+        "paper": chosen.paper,
+        "note": chosen.note,
+    }
