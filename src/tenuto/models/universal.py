@@ -109,8 +109,10 @@ class UniversalStack(nn.Module):
         the config's; max_steps may exceed it.
         """
         threshold = self.config.halt_threshold if threshold is None else threshold
-        max_steps = self.steps if max_steps is None else max_steps
         min_steps = self.config.min_steps if min_steps is None else min_steps
+        if max_steps is None:
+            # a minimum above the stack's own depth means all of it: one call serves encoder and decoder
+            max_steps, min_steps = self.steps, min(min_steps, self.steps)
         if not 1 <= min_steps <= max_steps:
             raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
         rows = Rows.of(x_BTd, mask_BT)

@@ -1,0 +1,204 @@
+"""Evaluation on the logical inference task: accuracy, depth, MACs and seconds of a checkpoint at any threshold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from . import models  # noqa: F401 - registers the architectures
+from .data.logical_inference import Pair, generate, protocol
+from .data.pairs import FIRST_RELATION, PairDataset
+from .recipe import Recipe, load_recipe
+
+BATCH = 256
+
+
+@dataclass
+class Loaded:
+    """A checkpoint: model in evaluation mode, the recipe that made it, and where it lies."""
+
+    model: Any
+    recipe: Recipe
+    folder: Path
+
+
+def load(checkpoint: str | Path) -> Loaded:
+    """Opens a folder made by `tenuto train`; one sentence when it is not one, or is of another config."""
+    folder = Path(checkpoint)
+    for name in ("config.json", "model.safetensors", "recipe.yaml"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is not a checkpoint of `tenuto train`: it has no {name}.")
+    recipe = load_recipe(folder / "recipe.yaml")
+    auto = AutoModelForSeq2SeqLM if recipe.head == "text-to-text" else AutoModelForSequenceClassification
+    model, notes = auto.from_pretrained(folder, output_loading_info=True)
+    unfit = sorted(notes["missing_keys"]) + sorted(notes["unexpected_keys"])
+    unfit += [str(one) for one in notes.get("mismatched_keys", [])]
+    if unfit:
+        raise ValueError(
+            f"The weights in {folder} are of another config than its config.json: {len(unfit)} do not fit"
+            f" ({', '.join(unfit[:3])})."
+        )
+    return Loaded(model.eval(), recipe, folder)
+
+
+def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]]:
+    """The protocol's test sets by name, "validation" among them; all tests when no names are given."""
+    chosen = protocol(recipe.data.protocol)
+    sets = {**chosen.test, "validation": chosen.validation}
+    unknown = [name for name in names if name not in sets]
+    if unknown:
+        raise ValueError(
+            f"The {recipe.data.protocol} protocol has no set {unknown[0]!r}; it has {', '.join(sets)}."
+        )
+    return {name: sets[name] for name in (names or chosen.test)}
+
+
+@dataclass
+class Prediction:
+    """What the model said of N pairs, in their order, and what it cost.
+
+    relations: [N] label indices, -1 where a text-to-text model answered with no relation. depths: one int array per
+    pair, the steps of each source token. macs: all multiply-accumulates. seconds: of the forward passes.
+    """
+
+    relations: np.ndarray
+    depths: list[np.ndarray]
+    macs: int
+    seconds: float
+
+    def accuracy(self, pairs: Sequence[Pair]) -> float:
+        """Percent right."""
+        labels = PairDataset(pairs, "classification").labels
+        return 100 * float(np.mean(self.relations == np.array(labels)))
+
+    @property
+    def mean_steps(self) -> float:
+        """Steps per source token."""
+        return float(np.concatenate(self.depths).mean())
+
+
+def full_depth(model) -> int:
+    """Steps of the (encoder's) stack when nobody stops."""
+    config = model.config
+    return getattr(config, "num_loops", config.num_hidden_layers)
+
+
+@torch.inference_mode()
+def predict(loaded: Loaded, pairs: Sequence[Pair], progress: str | None = None, **knobs) -> Prediction:
+    """Runs the model over pairs, those of like length together; `knobs` are threshold, min_steps, max_steps."""
+    data = PairDataset(pairs, loaded.recipe.head)
+    order = np.argsort(data.lengths, kind="stable")
+    relations, depths = np.zeros(len(pairs), int), [None] * len(pairs)
+    macs, seconds = 0, 0.0
+    starts = range(0, len(pairs), BATCH)
+    for start in track(starts, progress, transient=True) if progress else starts:
+        places = order[start : start + BATCH]
+        batch = data.collate([data[int(place)] for place in places])
+        labels = batch.pop("labels")
+        if data.text:
+            batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
+        before = time.perf_counter()
+        out = loaded.model(**batch, **knobs)
+        seconds += time.perf_counter() - before
+        macs += out.compute.total
+        answer = out.logits.argmax(-1)
+        if data.text:
+            answer = answer[:, 0] - FIRST_RELATION
+            answer = torch.where((answer >= 0) & (answer < 7), answer, -1)
+        relations[places] = answer.numpy()
+        for place, row, mask in zip(places, out.depths, batch["attention_mask"], strict=True):
+            depths[place] = row[mask.bool()].numpy()
+    return Prediction(relations, depths, macs, seconds)
+
+
+def evaluate(
+    checkpoint: str | Path, names: Sequence[str] = (), errors: bool = False, **knobs
+) -> dict[str, Any]:
+    """Accuracy (percent) by set beside the always-`#` rate, mean steps, MACs per pair, seconds.
+
+    With `errors`, the breakdown by true relation, operators, formula depth and negation as well.
+    """
+    from .data.logical_inference import breakdown, majority_rate
+
+    loaded = load(checkpoint)
+    figures: dict[str, Any] = {
+        name: {} for name in ("accuracy", "majority", "pairs", "mean_steps", "macs_per_pair", "seconds")
+    }
+    figures["full_depth"] = full_depth(loaded.model)
+    figures["parameters"] = sum(p.numel() for p in loaded.model.parameters())
+    for name, pairs in test_sets(loaded.recipe, names).items():
+        said = predict(loaded, pairs, progress=f"set {name}", **knobs)
+        figures["accuracy"][name] = round(said.accuracy(pairs), 2)
+        figures["majority"][name] = round(100 * majority_rate(pairs), 2)
+        figures["pairs"][name] = len(pairs)
+        figures["mean_steps"][name] = round(said.mean_steps, 3)
+        figures["macs_per_pair"][name] = said.macs // len(pairs)
+        figures["seconds"][name] = round(said.seconds, 2)
+        if errors:
+            figures.setdefault("errors", {})[name] = breakdown(pairs, said.relations.tolist())
+    return figures
+
+
+def sweep(
+    checkpoint: str | Path,
+    thresholds: Sequence[float],
+    names: Sequence[str] = (),
+    generated: int = 0,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """The knob: for each threshold the share of token-steps skipped, MACs per pair, seconds and accuracy.
+
+    The first row is threshold 1: nobody stops, the states mix as in training. Every setting is timed `repeats` times, turn by turn, and the
+    fastest counts. With `generated`, that many pairs of the exact generator (6 to 19 operators) are added.
+    """
+    loaded = load(checkpoint)
+    if getattr(loaded.model.config, "policy", "fixed") == "fixed":
+        raise ValueError(f"{loaded.folder} has a fixed depth; the threshold knob needs policy stick_breaking.")
+    pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
+    if generated:
+        pairs += generate(generated, seed=1, min_operators=7)
+    full = full_depth(loaded.model)
+    settings = [{"threshold": one} for one in (1.0, *thresholds)]
+    said: list[list[Prediction]] = [[] for _ in settings]
+    for turn in range(repeats):
+        for runs, knobs in zip(said, settings, strict=True):
+            runs.append(predict(loaded, pairs, progress=f"turn {turn + 1}, {knobs}", **knobs))
+    base, rows = said[0], []
+    labels = np.array(PairDataset(pairs, "classification").labels)
+    for runs, knobs in zip(said, settings, strict=True):
+        one, seconds = runs[0], min(run.seconds for run in runs)
+        # paired: right or wrong on the same pairs as at full depth
+        difference = (one.relations == labels) - (base[0].relations == labels).astype(float)
+        rows.append(
+            {
+                "threshold": knobs["threshold"],
+                "steps": round(one.mean_steps, 3),
+                "steps_skipped": round(100 * (1 - one.mean_steps / full), 2),
+                "macs_per_pair": one.macs // len(pairs),
+                "macs_share": round(one.macs / base[0].macs, 4),
+                "seconds": round(seconds, 3),
+                "seconds_share": round(seconds / min(run.seconds for run in base), 4),
+                "accuracy": round(one.accuracy(pairs), 2),
+                "difference": round(100 * difference.mean(), 2),
+                "difference_interval": [
+                    round(100 * bound, 2) for bound in _interval(difference, np.random.default_rng(0))
+                ],
+            }
+        )
+    return {"pairs": len(pairs), "full_depth": full, "rows": rows}
+
+
+def _interval(values: np.ndarray, random: np.random.Generator, draws: int = 1000) -> tuple[float, float]:
+    """95% bootstrap interval of the mean."""
+    means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(draws)]
+    return tuple(np.percentile(means, [2.5, 97.5]))
+
+

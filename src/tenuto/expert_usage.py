@@ -1,0 +1,71 @@
+"""Which expert serves which token: co-occurrence counts and pointwise mutual information (SUT, Table 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .data.logical_inference import VOCABULARY
+from .data.pairs import PairDataset
+from .evaluate import BATCH, load, test_sets
+
+
+@torch.inference_mode()
+def expert_usage(checkpoint: str | Path, names: Sequence[str] = (), limit: int = 2000) -> dict[str, Any]:
+    """Counts of (token, expert) for every router of the encoder over up to `limit` pairs.
+
+    Each router has: counts {token: [E]}, usage [E] (shares), entropy (of the usage, 1 = uniform), dead experts,
+    specific: for each expert its tokens by PMI = log p(token, expert) / (p(token) p(expert)), in nats.
+    """
+    loaded = load(checkpoint)
+    pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group][:limit]
+    data = PairDataset(pairs, loaded.recipe.head)
+    order = np.argsort(data.lengths, kind="stable")
+    counts: dict[str, np.ndarray] = {}
+    for start in range(0, len(pairs), BATCH):
+        batch = data.collate([data[int(place)] for place in order[start : start + BATCH]])
+        labels = batch.pop("labels")
+        if data.text:
+            batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
+        out = loaded.model(**batch, output_routing=True)
+        routing = out.routing["encoder"] if data.text else out.routing
+        ids = batch["input_ids"].flatten().numpy()
+        for _, name, places, experts, _ in routing:
+            total = _experts(loaded.model.config, name)
+            table = counts.setdefault(name, np.zeros((len(VOCABULARY), total), int))
+            tokens = ids[places.numpy()][:, None].repeat(experts.shape[1], 1)
+            np.add.at(table, (tokens, experts.numpy()), 1)
+    if not counts:
+        raise ValueError(f"{loaded.folder} has no routers: its model is dense.")
+    return {"pairs": len(pairs), "routers": {name: _describe(table) for name, table in counts.items()}}
+
+
+def _experts(config, module: str) -> int:
+    return config.ffn_experts if module.endswith("feed_forward") else config.attention_experts
+
+
+def _describe(table: np.ndarray) -> dict[str, Any]:
+    joint = table / table.sum()
+    token, expert = joint.sum(1, keepdims=True), joint.sum(0, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        pmi = np.log(joint / (token * expert))
+    usage = expert[0]
+    alive = usage[usage > 0]
+    specific = {}
+    for number in range(table.shape[1]):
+        seen = [row for row in np.argsort(-np.nan_to_num(pmi[:, number], nan=-np.inf)) if table[row, number]]
+        specific[number] = [
+            {"token": VOCABULARY[row], "pmi": round(float(pmi[row, number]), 3), "count": int(table[row, number])}
+            for row in seen[:5]
+        ]
+    return {
+        "usage": usage.round(4).tolist(),
+        "entropy": round(float(-(alive * np.log(alive)).sum() / np.log(len(usage))), 4),
+        "dead": [number for number, share in enumerate(usage) if share == 0],
+        "counts": {VOCABULARY[row]: table[row].tolist() for row in np.flatnonzero(table.sum(1))},
+        "specific": specific,
+    }

@@ -1,0 +1,86 @@
+"""Recipes: one commented YAML file says what is trained on what, and how. Flags override single keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass
+class Data:
+    """The logical inference task.
+
+    protocol: "length" (train on <= 6 operators, test 7..12) or the systematic splits "A", "B", "C".
+    max_operators: leave out training pairs with more. swap, rename: augmentations of every training pair drawn,
+    exchanging the sentences (and `<` with `>`) with probability 1/2, and permuting the six variable names.
+    """
+
+    protocol: Literal["length", "A", "B", "C"] = "length"
+    max_operators: int = 6
+    swap: bool = False
+    rename: bool = False
+
+
+@dataclass
+class Schedule:
+    """What changes during training, as shares of it (0..1).
+
+    operators_from, operators_until: the curriculum admits pairs of `operators_from` operators at first and all of
+    them from the share `operators_until` on, rising evenly. halting_from: until then every token runs every step.
+    act_warmup: the share over which the weight of L_ACT rises from 0, counted from halting_from.
+    """
+
+    operators_from: int = 2
+    operators_until: float = 0.0
+    halting_from: float = 0.0
+    act_warmup: float = 0.0
+
+
+@dataclass
+class Recipe:
+    """A training run.
+
+    preset: name of the starting configuration; config: fields of it to change. head: "classification" or
+    "text-to-text" (one answer token). start: a checkpoint whose weights to begin with (parameters that it lacks must
+    be the halting net's). training: any argument of transformers' TrainingArguments; max_steps is required.
+    """
+
+    preset: str
+    head: Literal["classification", "text-to-text"] = "classification"
+    config: dict[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    schedule: Schedule = field(default_factory=Schedule)
+    start: str | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Writes the recipe as `recipe.yaml` beside a checkpoint."""
+        import yaml
+
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe; `overrides` are flags such as `--training.seed=1` or `--config.hidden_size=96`.
+
+    FileNotFoundError or ValueError with one sentence when the file or a key is wrong.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no recipe {path}.")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--recipe", action="config")
+    parser.add_class_arguments(Recipe)
+    try:
+        values = parser.instantiate(parser.parse_args([f"--recipe={path}", *overrides])).as_dict()
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from error
+    values.pop("recipe")
+    recipe = Recipe(**values)
+    if "max_steps" not in recipe.training:
+        raise ValueError(f"{path}: training.max_steps is missing; it says how long to train.")
+    return recipe

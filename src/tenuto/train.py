@@ -1,0 +1,192 @@
+"""Training: transformers' Trainer, with loss terms, depth and routing in the logs, and schedules of depth."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from . import models  # noqa: F401 - registers the architectures
+from .data.logical_inference import protocol
+from .data.pairs import Curriculum, PairDataset, tokenizer
+from .presets import build, preset
+from .recipe import Recipe
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became infinite or NaN; the message says where and what is left."""
+
+
+class AdaptiveTrainer(Trainer):
+    """Trainer that passes the depth schedule to the model and logs every loss term, depth and expert usage."""
+
+    def __init__(self, *args, recipe: Recipe, **kwargs):
+        self.recipe = recipe
+        self.sums, self.counts = defaultdict(float), defaultdict(int)
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset=None):
+        schedule, args = self.recipe.schedule, self.args
+        # the stream covers what all processes and accumulation steps take in the run
+        batch = args.per_device_train_batch_size * args.world_size
+        return Curriculum(
+            self.train_dataset,
+            args.max_steps * args.gradient_accumulation_steps,
+            batch,
+            args.seed,
+            schedule.operators_from,
+            schedule.operators_until,
+        )
+
+    def knobs(self) -> dict:
+        """What the schedule says of this step: minimum steps and weights of the losses."""
+        schedule, config = self.recipe.schedule, self.model.config
+        if getattr(config, "policy", "fixed") == "fixed":
+            return {}
+        share = self.state.global_step / self.args.max_steps
+        if share < schedule.halting_from:
+            # nobody is asked, so the penalty has nothing to act on
+            return {"min_steps": max(config.num_loops, config.num_decoder_loops)}
+        warm = schedule.act_warmup
+        rise = 1.0 if warm == 0 else min(1.0, (share - schedule.halting_from) / warm)
+        return {"loss_weights": {"act": config.act_weight * rise}}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**inputs, **self.knobs())
+        if model.training:
+            self._track(out, inputs)
+        return (out.loss, out) if return_outputs else out.loss
+
+    def _track(self, out, inputs) -> None:
+        if not torch.isfinite(out.loss):
+            kept = get_last_checkpoint(self.args.output_dir)
+            raise NonFiniteLoss(
+                f"The loss is {out.loss.item()} at step {self.state.global_step + 1}"
+                f" ({', '.join(f'{name} {value.item():.3g}' for name, value in out.losses.items())})."
+                f" {f'The last checkpoint is {kept}.' if kept else 'There is no checkpoint yet.'}"
+                " Try a lower learning rate or gradient clipping (training.max_grad_norm)."
+            )
+        for name, value in out.losses.items():
+            self._add(f"loss/{name}", value.item())
+        depths = out.depths[out.depths > 0]
+        self._add("depth/mean", depths.float().mean().item())
+        for depth, share in enumerate((torch.bincount(depths).float() / len(depths)).tolist()):
+            self._add(f"depth/share_{depth}", share)
+        for name, statistics in (out.balance or {}).items():
+            usage = statistics.usage()
+            entropy = -(usage * usage.clamp(min=1e-9).log()).sum() / math.log(len(usage))
+            self._add(f"experts/{name}/entropy", entropy.item())
+            for expert, share in enumerate(usage.tolist()):
+                self._add(f"experts/{name}/share_{expert}", share)
+        self._add("tokens", inputs["attention_mask"].sum().item())
+        self._add("macs_per_token", out.compute.total / inputs["attention_mask"].sum().item())
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] += value
+        self.counts[name] += 1
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            steps = self.counts["loss/task"]
+            # a depth that nobody reached in a step is absent from it: divide by the steps, not by its count
+            logs |= {
+                name: total / (steps if "share_" in name else self.counts[name])
+                for name, total in self.sums.items()
+            }
+            self.sums.clear()
+            self.counts.clear()
+        super().log(logs, start_time)
+
+
+def accuracy(prediction) -> dict[str, float]:
+    """Share of right labels; in the text-to-text form, of right answer tokens."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
+
+
+def start_from(model, checkpoint: str) -> None:
+    """Loads a checkpoint's weights; only the halting net may be missing, nothing may be left over."""
+    file = Path(checkpoint) / "model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no checkpoint {checkpoint} (looked for {file}).")
+    weights = load_file(file)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong = [name for name, tensor in weights.items() if shapes.get(name) != tensor.shape]
+    missing = [name for name in shapes if name not in weights and ".policy." not in name]
+    if wrong or missing:
+        raise ValueError(
+            f"{checkpoint} is of another config: {len(wrong)} weights do not fit"
+            f" ({', '.join(wrong[:3]) or 'none'}), {len(missing)} are missing ({', '.join(missing[:3]) or 'none'})."
+        )
+    model.load_state_dict(weights, strict=False)
+
+
+def train(recipe: Recipe, output: str | Path, resume: bool = False) -> dict:
+    """Runs a recipe into the folder `output`; with `resume`, goes on from its last checkpoint.
+
+    The folder holds the final model, its tokenizer, the recipe, `training.json` (figures) and TensorBoard logs.
+    """
+    output = Path(output)
+    last = get_last_checkpoint(output) if output.is_dir() else None
+    if last and not resume:
+        raise FileExistsError(
+            f"{output} holds checkpoints of an earlier run; add --resume to go on, or choose another --output."
+        )
+    defaults = {
+        "per_device_eval_batch_size": 256,
+        "logging_steps": 50,
+        "save_total_limit": 2,
+        "report_to": "tensorboard",
+        "seed": 0,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "remove_unused_columns": False,
+        "disable_tqdm": not sys.stderr.isatty(),
+    }
+    args = TrainingArguments(output_dir=str(output), **{**defaults, **recipe.training})
+    set_seed(args.seed)
+    model = build(preset(recipe.preset, **recipe.config), recipe.head)
+    if recipe.start:
+        start_from(model, recipe.start)
+    pairs = protocol(recipe.data.protocol)
+    kept = [one for one in pairs.train if one.operators <= recipe.data.max_operators]
+    valid = [one for one in pairs.validation if one.operators <= recipe.data.max_operators]
+    data = PairDataset(kept, recipe.head, recipe.data.swap, recipe.data.rename)
+    # sorted by length: batches of the evaluation are then almost free of padding
+    valid.sort(key=lambda one: len(one.left) + len(one.right))
+    trainer = AdaptiveTrainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=PairDataset(valid, recipe.head),
+        data_collator=data.collate,
+        processing_class=tokenizer(),
+        compute_metrics=accuracy,
+        recipe=recipe,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    recipe.save(output)
+    wall, cpu = time.time(), time.process_time()
+    trainer.train(resume_from_checkpoint=last)
+    seconds = {"wall": time.time() - wall, "cpu": time.process_time() - cpu}
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    figures = {
+        "validation_accuracy": 100 * metrics["eval_accuracy"],
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "resumed": bool(last),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "history": [
+            {key: row[key] for key in ("step", "loss", "eval_accuracy", "depth/mean") if key in row}
+            for row in trainer.state.log_history
+        ],
+    }
+    (output / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
