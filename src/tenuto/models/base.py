@@ -58,7 +58,8 @@ class AdaptiveConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
     router_dropout: float = 0.0
-    classifier_pooling: Literal["first", "mean"] = "first"
+    type_vocab_size: int = 0  # segments told apart by a learned vector (0: none)
+    classifier_pooling: Literal["first", "mean", "pair"] = "first"
     label_smoothing: float = 0.0
 
     keys_to_ignore_at_inference = [
@@ -83,6 +84,11 @@ class AdaptiveConfig(PreTrainedConfig):
 
     def validate_positions(self):
         """A window of relative positions reaches at least one token to each side."""
+        if self.classifier_pooling == "pair" and self.type_vocab_size < 2:
+            raise ValueError(
+                'classifier_pooling="pair" compares two segments and needs type_vocab_size of at least 2,'
+                f" got {self.type_vocab_size}."
+            )
         if self.relative_positions == "window" and self.window < 1:
             raise ValueError(f'relative_positions="window" needs window of at least 1, got {self.window}.')
 

@@ -24,17 +24,28 @@ def token_mask(ids_BT: Tensor, attention_mask: Tensor | None) -> Tensor | None:
 
 
 class Embeddings(nn.Module):
-    """sqrt(d) x token embedding + sinusoidal position (counted from the first token), then dropout."""
+    """sqrt(d) x (token + segment embedding) + sinusoidal position (from the first token), then dropout."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        segments = config.type_vocab_size
+        self.segments = nn.Embedding(segments, config.hidden_size) if segments else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, table: nn.Embedding, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """[B, T] token ids -> [B, T, d]."""
+    def forward(
+        self,
+        table: nn.Embedding,
+        ids_BT: Tensor,
+        mask_BT: Tensor | None,
+        segments_BT: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T] token ids (and segment numbers) -> [B, T, d]."""
         size = self.config.hidden_size
-        x_BTd = table(ids_BT) * size**0.5
+        x_BTd = table(ids_BT)
+        if self.segments is not None and segments_BT is not None:
+            x_BTd = x_BTd + self.segments(segments_BT)
+        x_BTd = x_BTd * size**0.5
         if self.config.positions == "sinusoidal":
             codes_Td = sinusoidal_positions(ids_BT.shape[1], size, ids_BT.device).to(x_BTd.dtype)
             if mask_BT is None:
@@ -64,6 +75,7 @@ class EncoderModel(AdaptivePreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
@@ -76,7 +88,7 @@ class EncoderModel(AdaptivePreTrainedModel):
         """
         mask = token_mask(input_ids, attention_mask)
         out = self.stack(
-            self.embeddings(self.embed_tokens, input_ids, mask),
+            self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids),
             mask,
             threshold=threshold,
             min_steps=min_steps,
@@ -99,14 +111,24 @@ def act_loss(expected_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
 
 
 class SequenceClassifier(AdaptivePreTrainedModel):
-    """Encoder, pooled state (first token or mean over tokens), linear classifier."""
+    """Encoder, pooled states, classifier.
+
+    Pooling "first" takes the first token, "mean" the mean over tokens; a linear map follows. "pair" takes u and v,
+    the first tokens of segments 0 and 1, and gives [u, v, u*v, |u-v|] to a layer of width 2d (Mou et al. 2016).
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embeddings = Embeddings(config)
         self.stack = self.stack_class(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        size = config.hidden_size
+        if config.classifier_pooling == "pair":
+            self.classifier = nn.Sequential(
+                nn.Linear(4 * size, 2 * size), nn.GELU(), nn.Linear(2 * size, config.num_labels)
+            )
+        else:
+            self.classifier = nn.Sequential(nn.Linear(size, config.num_labels))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -119,6 +141,7 @@ class SequenceClassifier(AdaptivePreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
@@ -133,15 +156,16 @@ class SequenceClassifier(AdaptivePreTrainedModel):
         """
         mask = token_mask(input_ids, attention_mask)
         out = self.stack(
-            self.embeddings(self.embed_tokens, input_ids, mask),
+            self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids),
             mask,
             threshold=threshold,
             min_steps=min_steps,
             max_steps=max_steps,
             output_routing=output_routing,
         )
-        logits = self.classifier(self._pool(out.hidden, mask))
-        out.compute.add("head", torch.ones_like(out.depths[:, 0]), self.classifier.weight.numel())
+        logits = self.classifier(self._pool(out.hidden, mask, token_type_ids))
+        cost = sum(part.weight.numel() for part in self.classifier if isinstance(part, nn.Linear))
+        out.compute.add("head", torch.ones_like(out.depths[:, 0]), cost)
         losses, loss = None, None
         if labels is not None:
             task = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
@@ -159,12 +183,22 @@ class SequenceClassifier(AdaptivePreTrainedModel):
             routing=out.routing,
         )
 
-    def _pool(self, hidden_BTd: Tensor, mask_BT: Tensor | None) -> Tensor:
-        if self.config.classifier_pooling == "mean":
+    def _pool(
+        self, hidden_BTd: Tensor, mask_BT: Tensor | None, segments_BT: Tensor | None
+    ) -> Tensor:
+        pooling = self.config.classifier_pooling
+        if pooling == "mean":
             if mask_BT is None:
                 return hidden_BTd.mean(1)
             return hidden_BTd.sum(1) / mask_BT.sum(1, keepdim=True)  # pads are zero
-        if mask_BT is None:
-            return hidden_BTd[:, 0]
-        first = mask_BT.to(torch.int8).argmax(1)  # left padding moves it
-        return hidden_BTd[torch.arange(len(first), device=first.device), first]
+        batch = torch.arange(len(hidden_BTd), device=hidden_BTd.device)
+        # left padding moves the first token
+        first = 0 if mask_BT is None else mask_BT.to(torch.int8).argmax(1)
+        u_Bd = hidden_BTd[batch, first]
+        if pooling == "first":
+            return u_Bd
+        if segments_BT is None:
+            raise ValueError('classifier_pooling="pair" needs token_type_ids: 0 and 1 for the two sentences.')
+        second = segments_BT == 1 if mask_BT is None else (segments_BT == 1) & mask_BT
+        v_Bd = hidden_BTd[batch, second.to(torch.int8).argmax(1)]
+        return torch.cat([u_Bd, v_Bd, u_Bd * v_Bd, (u_Bd - v_Bd).abs()], dim=-1)

@@ -46,6 +46,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
@@ -72,7 +73,9 @@ class EncoderDecoder(AdaptivePreTrainedModel):
         }
         mask = token_mask(input_ids, attention_mask)
         target_mask = token_mask(decoder_input_ids, decoder_attention_mask)
-        source = self.encoder(self.embeddings(self.embed_tokens, input_ids, mask), mask, **knobs)
+        source = self.encoder(
+            self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids), mask, **knobs
+        )
         target = self.decoder(
             self.embeddings(self.embed_tokens, decoder_input_ids, target_mask),
             target_mask,
