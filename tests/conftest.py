@@ -1,4 +1,4 @@
-"""One thread, fixed seeds, no network, warnings are errors. Torch is imported by the tests that need it, not here."""
+"""One thread, fixed seeds, no network. Torch is imported by the tests that need it, not here."""
 
 import os
 import sys
@@ -13,11 +13,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import random
 
 import pytest
-
-
-def pytest_configure(config):
-    """Warnings are errors."""
-    config.addinivalue_line("filterwarnings", "error")
 
 
 @pytest.fixture(autouse=True)

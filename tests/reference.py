@@ -2,17 +2,22 @@
 
 Two of them run a whole model, with the weights of a tenuto model:
 
-    by_token(model, ...)   plain Python loops over sequences, tokens, heads, experts and keys; it never sees a pad
-    masked(model, ...)     every token at every step, selected with torch.where (`final_state`); differentiable
+    by_token(model, ...)   plain loops over sequences, tokens, experts, heads, keys; it never sees a pad
+    masked(model, ...)     every token at every step, selected with torch.where; differentiable
 
-The rest are single mechanisms: routing, experts, relative positions, halting, balance losses, ledger pairs.
+The rest are single mechanisms (routing, experts, relative positions, halting, balance losses, ledger
+pairs), and at the end the models and batches that the test files hold against all this.
 """
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from tenuto.models.attention import sinusoidal_positions
+from tenuto.presets import build, preset
 
 # mechanisms
 
@@ -43,6 +48,11 @@ def position_code(position: int, size: int) -> list[float]:
     rates = [10_000 ** (-i / max(half - 1, 1)) for i in range(half)]
     code = [math.sin(position * r) for r in rates] + [math.cos(position * r) for r in rates]
     return code + [0.0] * (size - len(code))
+
+
+def position_codes(length: int, size: int, like: Tensor) -> Tensor:
+    """The library's own table, float32 as it is; `position_code` is what it is held against."""
+    return sinusoidal_positions(length, size, like.device).to(like.dtype)
 
 
 def normalise(module, x: Tensor) -> Tensor:
@@ -80,7 +90,7 @@ def route(router, x: Tensor) -> tuple[Tensor | None, dict[int, Tensor]]:
     if router.experts == 1:
         return None, {0: torch.ones((), dtype=x.dtype)}
     p = probabilities(router, x)
-    chosen = sorted(range(router.experts), key=lambda e: -float(p[e]))[: router.chosen]
+    chosen = sorted(range(router.experts), key=lambda e: -float(p[e].detach()))[: router.chosen]
     total = sum(p[e] for e in chosen)
     return p, {e: p[e] / total for e in chosen}
 
@@ -111,7 +121,9 @@ def attend(
     visible: range,
     bias=None,
 ) -> tuple[Tensor, Tensor | None, list[int]]:
-    """One query token at `place`, over the keys and values [H, D] of the `visible` places, expert by expert."""
+    """One query token at `place`, over the keys and values [H, D] of the `visible` places, expert by
+    expert.
+    """
     H, D = attention.heads, attention.head_dim
     p, gates = route(attention.router, x)
     y = torch.zeros_like(x)
@@ -159,13 +171,16 @@ def switch(weights: Tensor, probs: Tensor, chosen: list[list[int]]) -> Tensor:
 
 
 def stick(halts: list[float], threshold: float, min_steps: int, steps: int) -> tuple[list[float], int]:
-    """Halting weights of the steps one token runs, given â after each step, and how many it runs."""
+    """Halting weights of the steps one token runs, given â after each step, and how many it runs.
+
+    A threshold of 1 stops nobody, even where rounding makes the spent mass 1.
+    """
     weights: list[float] = []
     spent = 0.0
     for step in range(1, steps + 1):
         if step > max(min_steps, 1):
             a = halts[step - 2] * (1 - spent)
-            if spent + a >= threshold:
+            if threshold < 1 and spent + a >= threshold:
                 return [*weights, 1 - spent], step - 1
             spent += a
             weights.append(a)
@@ -195,7 +210,9 @@ def pairs(mask: list[list[bool]], causal: bool, keys: list[list[bool]] | None = 
 
 @dataclass
 class Run:
-    """What a reference gives; grids are [B, T, ...] with zeros at pads. `closest`: least |spent - threshold|."""
+    """What a reference gives; grids are [B, T, ...] with zeros at pads. `closest`: least |spent -
+    threshold|.
+    """
 
     hidden: Tensor
     depths: Tensor
@@ -239,7 +256,6 @@ class _Sequence:
 
     def __init__(self, stack, causal: bool, records: dict):
         self.stack, self.causal, self.records, self.closest = stack, causal, records, 1.0
-        self.activation = stack.config.activation if hasattr(stack, "config") else None
 
     def note(self, name, weight, p, chosen):
         if p is not None:
@@ -280,7 +296,7 @@ class _Sequence:
                 if not (live[t] and asks and step > max(min_steps, 1)):
                     continue
                 a = halting_probability(policy, h[t]) * (1 - spent[t])
-                self.closest = min(self.closest, abs(float(spent[t] + a) - threshold))
+                self.closest = min(self.closest, abs(float((spent[t] + a).detach()) - threshold))
                 if spent[t] + a >= threshold:
                     live[t] = False
                 else:
@@ -290,8 +306,7 @@ class _Sequence:
             extra = [x if inject and step > 1 else torch.zeros_like(x) for x in xs]
             shape = (block.attention.heads, block.attention.head_dim)
             source = [
-                normalise(block.attention_branch.before, one + e)
-                for one, e in zip(s, extra, strict=True)
+                normalise(block.attention_branch.before, one + e) for one, e in zip(s, extra, strict=True)
             ]
             keys = [(block.attention.key.weight @ one).view(shape) for one in source]
             values = [(block.attention.value.weight @ one).view(shape) for one in source]
@@ -312,24 +327,38 @@ class _Sequence:
             for t, state in new.items():
                 h[t], depths[t] = state, step
                 s[t] = mix[t] + (1 - spent[t]) * state
-        expected = [
-            so_far + (1 - used) * ran
-            for so_far, used, ran in zip(depth, spent, depths, strict=True)
-        ]
+        expected = [so_far + (1 - used) * ran for so_far, used, ran in zip(depth, spent, depths, strict=True)]
         return [normalise(stack.final_norm, one) for one in s], depths, expected
 
 
-def _stack_by_token(model, stack, ids, mask, memories, causal, threshold, min_steps, max_steps) -> Run:
+def _stack_by_token(
+    model,
+    stack,
+    ids,
+    mask,
+    segments,
+    memories,
+    causal,
+    threshold=None,
+    min_steps=None,
+    max_steps=None,
+) -> Run:
     config, (B, T) = model.config, ids.shape
+    threshold, min_steps = _knobs(config, threshold, min_steps)
     table = model.embed_tokens.weight
     hidden = table.new_zeros(B, T, table.shape[1])
     depths, expected = torch.zeros(B, T, dtype=torch.long), table.new_zeros(B, T)
     records, closest = {}, 1.0
     for b in range(B):
         places = [t for t in range(T) if mask[b, t]]
-        xs = [table[ids[b, t]] * math.sqrt(config.hidden_size) for t in places]
+        xs = [table[ids[b, t]] for t in places]
+        if segments is not None:
+            kinds = model.embeddings.segments.weight
+            xs = [x + kinds[segments[b, t]] for x, t in zip(xs, places, strict=True)]
+        xs = [x * math.sqrt(config.hidden_size) for x in xs]
         if config.positions == "sinusoidal":
-            xs = [x + x.new_tensor(position_code(i, len(x))) for i, x in enumerate(xs)]
+            codes = position_codes(len(xs), config.hidden_size, xs[0])
+            xs = [x + code for x, code in zip(xs, codes, strict=True)]
         one = _Sequence(stack, causal, records)
         limit = float(threshold[b]) if torch.is_tensor(threshold) else threshold
         memory = None if memories is None else memories[b]
@@ -354,7 +383,7 @@ def _knobs(config, threshold, min_steps):
     return threshold, min_steps
 
 
-def _answer(model, ids, mask, labels, run_stack) -> Answer:
+def _answer(model, ids, mask, segments, labels, run_stack) -> Answer:
     """Embeddings, stacks, head and losses around either form of the stack."""
     config = model.config
     if hasattr(model, "classifier"):
@@ -363,19 +392,27 @@ def _answer(model, ids, mask, labels, run_stack) -> Answer:
             pooled = [out.hidden[b, mask[b]].mean(0) for b in range(len(ids))]
         else:
             pooled = [out.hidden[b, mask[b]][0] for b in range(len(ids))]
-        logits = torch.stack(pooled) @ model.classifier.weight.T + model.classifier.bias
+        if config.classifier_pooling == "pair":
+            second = [out.hidden[b, mask[b] & (segments[b] == 1)][0] for b in range(len(ids))]
+            pooled = [torch.cat([u, v, u * v, (u - v).abs()]) for u, v in zip(pooled, second, strict=True)]
+        logits = torch.stack(pooled)
+        for part in model.classifier:
+            if isinstance(part, torch.nn.Linear):
+                logits = logits @ part.weight.T + part.bias
+            else:
+                logits = activate("gelu", logits, None)
         task, target = None, None
         if labels is not None:
-            task = sum(
-                row.exp().sum().log() - row[y] for row, y in zip(logits, labels, strict=True)
-            ) / len(labels)
+            task = sum(row.exp().sum().log() - row[y] for row, y in zip(logits, labels, strict=True)) / len(
+                labels
+            )
     else:
         inputs, target_mask = torch.zeros_like(labels), torch.zeros_like(labels, dtype=torch.bool)
         for b, row in enumerate(labels.tolist()):
             for t in range(len(row)):
                 before = config.bos_token_id if t == 0 else row[t - 1]
-                target_mask[b, t] = before != -100
                 inputs[b, t] = before if before != -100 else config.pad_token_id
+                target_mask[b, t] = t == 0 or any(y != -100 for y in row[t:])
         out = run_stack(model.encoder, ids, mask, None, None, False)
         target = run_stack(model.decoder, inputs, target_mask, out.hidden, mask, True)
         logits = target.hidden @ model.lm_head.weight.T
@@ -394,9 +431,7 @@ def _answer(model, ids, mask, labels, run_stack) -> Answer:
     losses = {"task": task, "act": act}
     if balances:
         kind = config.balance_loss
-        losses[kind] = sum(
-            mim(w, p) if kind == "mim" else switch(w, p, c) for w, p, c in balances
-        )
+        losses[kind] = sum(mim(w, p) if kind == "mim" else switch(w, p, c) for w, p, c in balances)
     weights = {"task": 1.0, config.balance_loss: config.balance_weight}
     weights["act"] = getattr(config, "act_weight", 0.0)
     loss = None
@@ -405,19 +440,17 @@ def _answer(model, ids, mask, labels, run_stack) -> Answer:
     return Answer(logits, out, target, losses, loss)
 
 
-def by_token(model, ids, mask, labels=None, threshold=None, min_steps=None, max_steps=None) -> Answer:
+def by_token(model, input_ids, attention_mask, labels=None, token_type_ids=None, **knobs) -> Answer:
     """The whole model, one token at a time."""
-    threshold, min_steps = _knobs(model.config, threshold, min_steps)
 
     def run_stack(stack, ids, mask, memory, memory_mask, causal):
         memories = None
         if memory is not None:
             memories = [memory[b, memory_mask[b]] for b in range(len(ids))]
-        return _stack_by_token(
-            model, stack, ids, mask, memories, causal, threshold, min_steps, max_steps
-        )
+        segments = None if causal else token_type_ids
+        return _stack_by_token(model, stack, ids, mask, segments, memories, causal, **knobs)
 
-    return _answer(model, ids, mask.bool(), labels, run_stack)
+    return _answer(model, input_ids, attention_mask.bool(), token_type_ids, labels, run_stack)
 
 
 # the masked form
@@ -455,8 +488,7 @@ def masked_attention(attention, x, keys, values, visible, places, bias):
     scores = scores / math.sqrt(D)
     if bias is not None and not attention.cross:
         which = [
-            [bucket(j - i, bias.buckets, bias.max_distance, bias.causal) for j in range(S)]
-            for i in range(T)
+            [bucket(j - i, bias.buckets, bias.max_distance, bias.causal) for j in range(S)] for i in range(T)
         ]
         scores = scores + bias.bias[torch.tensor(which)].permute(2, 0, 1)
     scores = torch.where(visible[:, None, None], scores, scores.new_tensor(-1e30))
@@ -473,13 +505,27 @@ def masked_feed_forward(ffn, x, activation):
 
 
 def masked_stack(
-    model, stack, ids, mask, memory, memory_mask, causal, threshold, min_steps, max_steps
+    model,
+    stack,
+    ids,
+    mask,
+    segments,
+    memory,
+    memory_mask,
+    causal,
+    threshold=None,
+    min_steps=None,
+    max_steps=None,
 ) -> Run:
     """All tokens at all steps; what a stopped token holds is selected back with torch.where."""
     config, (B, T) = model.config, ids.shape
-    x = model.embed_tokens.weight[ids] * math.sqrt(config.hidden_size)
+    threshold, min_steps = _knobs(config, threshold, min_steps)
+    x = model.embed_tokens.weight[ids]
+    if segments is not None:
+        x = x + model.embeddings.segments.weight[segments]
+    x = x * math.sqrt(config.hidden_size)
     if config.positions == "sinusoidal":
-        codes = x.new_tensor([position_code(i, config.hidden_size) for i in range(T)])
+        codes = position_codes(T, config.hidden_size, x)
         x = x + codes[(mask.long().cumsum(1) - 1).clamp(min=0)]
     threshold = torch.as_tensor(threshold, dtype=x.dtype).expand(B)[:, None]
     blocks, tied = blocks_of(stack, max_steps)
@@ -504,7 +550,7 @@ def masked_stack(
         if asks and step > max(min_steps, 1):
             a = halting_probability(policy, h) * (1 - spent)
             if live.any():
-                closest = min(closest, float((spent + a - threshold).abs()[live].min()))
+                closest = min(closest, float((spent + a - threshold).detach().abs()[live].min()))
             live = live & (spent + a < threshold)
             depth = torch.where(live, depth + a * (step - 1), depth)
             mix = torch.where(live[..., None], mix + a[..., None] * h, mix)
@@ -556,13 +602,89 @@ def masked_stack(
     return Run(hidden, depths, expected, balance, closest)
 
 
-def masked(model, ids, mask, labels=None, threshold=None, min_steps=None, max_steps=None) -> Answer:
+def masked(model, input_ids, attention_mask, labels=None, token_type_ids=None, **knobs) -> Answer:
     """The whole model in the masked form."""
-    threshold, min_steps = _knobs(model.config, threshold, min_steps)
 
     def run_stack(stack, ids, mask, memory, memory_mask, causal):
-        return masked_stack(
-            model, stack, ids, mask, memory, memory_mask, causal, threshold, min_steps, max_steps
-        )
+        segments = None if causal else token_type_ids
+        return masked_stack(model, stack, ids, mask, segments, memory, memory_mask, causal, **knobs)
 
-    return _answer(model, ids, mask.bool(), labels, run_stack)
+    return _answer(model, input_ids, attention_mask.bool(), token_type_ids, labels, run_stack)
+
+
+# models and batches to hold against them
+
+SMALL = {"hidden_size": 16, "head_dim": 4, "intermediate_size": 8, "attention_dropout": 0.0}
+_FIXED = {"policy": "fixed", "act_weight": 0.0}
+_HALTING = {"halt_threshold": 0.9}
+PRE = {
+    "norm_placement": "pre", "norm": "layernorm", "classifier_pooling": "mean", "activation": "swiglu",
+    "router": "linear", "balance_loss": "switch", "positions": "none", "relative_positions": "t5",
+}  # fmt: skip
+CASES = {
+    "transformer": ("transformer-tiny", {}),
+    "transformer-pre": ("transformer-tiny", PRE),
+    "moa": ("moa-tiny", {}),
+    "ut-fixed": ("ut-tiny", _FIXED),
+    "ut": ("ut-tiny", _HALTING),
+    "sut-fixed": ("sut-tiny", _FIXED),
+    "sut": ("sut-tiny", {**_HALTING, "classifier_pooling": "mean"}),
+    "ut-pair": ("ut-tiny", {**_HALTING, "classifier_pooling": "pair", "type_vocab_size": 2}),
+    "sut-pre": ("sut-tiny", {**_HALTING, **PRE, "min_steps": 2}),
+}
+DENSE = ("transformer", "transformer-pre", "moa")
+HALTING = ("ut", "ut-pair", "sut", "sut-pre")
+HEADS = ("classification", "text-to-text")
+LENGTHS = (6, 4, 1)
+LABELS = {
+    "classification": [3, 0, 6],
+    "text-to-text": [[4, 9, 11, 2], [30, 2, -100, -100], [2, -100, -100, -100]],
+}
+
+
+def make(case: str, head: str, seed: int = 0, dtype=torch.float64, **overrides):
+    """A model of a case with every weight away from its initial value, the halting nets' above all."""
+    name, values = CASES[case]
+    torch.manual_seed(seed)
+    model = build(preset(name, **{**SMALL, **values, **overrides}), head)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.add_(torch.randn_like(weight) * (1.0 if "policy.out" in key else 0.2))
+    return model.to(dtype)
+
+
+def batch(case: str, head: str, side: str = "right", longer: int = 0) -> dict:
+    """Three sequences of 6, 4 and 1 tokens, padded on a side (by `longer` places more than needed), and
+    labels.
+    """
+    generator = torch.Generator().manual_seed(7)
+    T = max(LENGTHS) + longer
+    ids, mask = torch.zeros(3, T, dtype=torch.long), torch.zeros(3, T, dtype=torch.long)
+    for b, n in enumerate(LENGTHS):
+        where = slice(0, n) if side == "right" else slice(T - n, T)
+        ids[b, where] = torch.randint(3, 32, (n,), generator=generator)
+        mask[b, where] = 1
+    data = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(LABELS[head])}
+    if CASES[case][1].get("type_vocab_size"):
+        # the second half is the second sentence
+        rank = mask.cumsum(1) - 1
+        data["token_type_ids"] = (rank >= mask.sum(1, keepdim=True) // 2).long() * mask
+    return data
+
+
+@lru_cache
+def settled(case: str, head: str) -> int:
+    """A seed whose decisions stay clear of the threshold and whose depths differ, in the encoder and
+    the decoder.
+    """
+    if case not in HALTING:
+        return 0
+    data = batch(case, head)
+    for seed in range(200):
+        with torch.no_grad():
+            answer = masked(make(case, head, seed), **data)
+        runs = [run for run in (answer.encoder, answer.decoder) if run is not None]
+        kinds = [len(run.depths[run.depths > 0].unique()) for run in runs]
+        if answer.closest > 1e-3 and min(kinds) >= 3:
+            return seed
+    raise AssertionError(f"no seed gives {case} with {head} a spread of depths")

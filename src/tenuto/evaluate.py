@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
@@ -38,9 +39,10 @@ def load(checkpoint: str | Path) -> Loaded:
             raise FileNotFoundError(f"{folder} is not a checkpoint of `tenuto train`: it has no {name}.")
     recipe = load_recipe(folder / "recipe.yaml")
     auto = AutoModelForSeq2SeqLM if recipe.head == "text-to-text" else AutoModelForSequenceClassification
-    model, notes = auto.from_pretrained(folder, output_loading_info=True)
+    # mismatched sizes are refused below, in one sentence
+    model, notes = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
     unfit = sorted(notes["missing_keys"]) + sorted(notes["unexpected_keys"])
-    unfit += [str(one) for one in notes.get("mismatched_keys", [])]
+    unfit += sorted(name for name, *_ in notes["mismatched_keys"])
     if unfit:
         raise ValueError(
             f"The weights in {folder} are of another config than its config.json: {len(unfit)} do not fit"
@@ -99,7 +101,9 @@ def predict(loaded: Loaded, pairs: Sequence[Pair], progress: str | None = None, 
     relations, depths = np.zeros(len(pairs), int), [None] * len(pairs)
     macs, seconds = 0, 0.0
     starts = range(0, len(pairs), BATCH)
-    for start in track(starts, progress, transient=True) if progress else starts:
+    bar = Console(stderr=True)
+    hidden = progress is None or not bar.is_terminal
+    for start in track(starts, progress or "", console=bar, transient=True, disable=hidden):
         places = order[start : start + BATCH]
         batch = data.collate([data[int(place)] for place in places])
         labels = batch.pop("labels")
@@ -143,7 +147,12 @@ def evaluate(
         figures["macs_per_pair"][name] = said.macs // len(pairs)
         figures["seconds"][name] = round(said.seconds, 2)
         if errors:
-            figures.setdefault("errors", {})[name] = breakdown(pairs, said.relations.tolist())
+            # a text-to-text model may answer with no relation at all
+            answered = np.flatnonzero(said.relations >= 0)
+            figures.setdefault("errors", {})[name] = {
+                **breakdown([pairs[place] for place in answered], said.relations[answered].tolist()),
+                "unanswered": len(pairs) - len(answered),
+            }
     return figures
 
 

@@ -22,7 +22,9 @@ def expert_usage(checkpoint: str | Path, names: Sequence[str] = (), limit: int =
     specific: for each expert its tokens by PMI = log p(token, expert) / (p(token) p(expert)), in nats.
     """
     loaded = load(checkpoint)
-    pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group][:limit]
+    pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
+    # evenly spaced, so that every set has its share
+    pairs = pairs[:: -(-len(pairs) // limit)]
     data = PairDataset(pairs, loaded.recipe.head)
     order = np.argsort(data.lengths, kind="stable")
     counts: dict[str, np.ndarray] = {}

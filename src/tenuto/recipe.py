@@ -53,6 +53,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     schedule: Schedule = field(default_factory=Schedule)
     start: str | None = None
+    muon_learning_rate: float = 0.0
     training: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

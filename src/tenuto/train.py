@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from . import models  # noqa: F401 - registers the architectures
 from .data.logical_inference import protocol
 from .data.pairs import Curriculum, PairDataset, tokenizer
+from .optim import MuonAdamW, muon_groups
 from .presets import build, preset
 from .recipe import Recipe
 
@@ -45,6 +46,13 @@ class AdaptiveTrainer(Trainer):
             schedule.operators_from,
             schedule.operators_until,
         )
+
+    def create_optimizer(self, model=None):
+        rate, args = self.recipe.muon_learning_rate, self.args
+        if rate and self.optimizer is None:
+            groups = muon_groups(self.model, rate, args.learning_rate, args.weight_decay)
+            self.optimizer = MuonAdamW(groups, betas=(args.adam_beta1, args.adam_beta2))
+        return super().create_optimizer(model)
 
     def knobs(self) -> dict:
         """What the schedule says of this step: minimum steps and weights of the losses."""

@@ -47,7 +47,7 @@ class RelativeWindow(nn.Module):
         return self.embedding.numel()
 
     def forward(self, q_SHLD: Tensor, offsets_SLT: Tensor) -> Tensor:
-        """Queries and key-query offsets -> [S, H, L, T] scores to add (before the scale D^-0.5)."""
+        """Queries and key-query offsets ([1, L, T] if alike for all) -> [S, H, L, T], q . R of Eq. 1."""
         by_offset = q_SHLD @ self.embedding
         index = offsets_SLT.clamp(-self.window, self.window) + self.window
         return by_offset.gather(-1, index.unsqueeze(1).expand(*q_SHLD.shape[:3], -1))
@@ -78,6 +78,11 @@ class BucketBias(nn.Module):
     def forward(self, offsets_SLT: Tensor) -> Tensor:
         """[S, L, T] offsets -> [S, H, L, T] scores to add."""
         return nn.functional.embedding(self.bucket(offsets_SLT), self.bias).permute(0, 3, 1, 2)
+
+    def all_pairs(self, length: int) -> Tensor:
+        """[H, T, T] scores to add for every query and key position: looked up once, for all steps."""
+        positions = torch.arange(length, device=self.bias.device)
+        return self((positions - positions[:, None]).unsqueeze(0)).squeeze(0).contiguous()
 
 
 class Attention(nn.Module):
@@ -137,11 +142,12 @@ class Attention(nn.Module):
         rows: Rows,
         kv: tuple[Tensor, Tensor],
         key_mask_BT: Tensor | None,
-        bias: BucketBias | None,
+        bias_HTT: Tensor | None,
     ) -> tuple[Tensor, Dispatch | None]:
         """Rows -> rows (Eq. 3), and the routing decision.
 
-        `kv` are key and value buffers [B, T, H, D]; `key_mask_BT` is true where a key may be read (None: all).
+        `kv` are key and value buffers [B, T, H, D]; `key_mask_BT` is true where a key may be read (None: all);
+        `bias_HTT` is `BucketBias.all_pairs`.
         """
         dispatch = self.router(x_Nd)
         if dispatch is None:
@@ -150,7 +156,7 @@ class Attention(nn.Module):
             q = dispatch.receive(self.query(dispatch.send(x_Nd), dispatch))
             q_NkHD = q.view(-1, self.chosen, self.heads, self.head_dim)
         out_Nkn = rows.regroup(
-            [self._attend(q_NkHD, group, kv, key_mask_BT, bias) for group in rows.groups]
+            [self._attend(q_NkHD, group, kv, key_mask_BT, bias_HTT) for group in rows.groups]
         )
         if dispatch is None:
             return self.output(out_Nkn.squeeze(1), None), None
@@ -162,7 +168,7 @@ class Attention(nn.Module):
         group: QueryGroup,
         kv: tuple[Tensor, Tensor],
         key_mask_BT: Tensor | None,
-        bias: BucketBias | None,
+        bias_HTT: Tensor | None,
     ) -> Tensor:
         """One group of sequences: [N, k, H, D] queries -> its members' [n, k, H*D] results."""
         q_SQkHD = group.pad(q_NkHD)
@@ -170,7 +176,7 @@ class Attention(nn.Module):
         # a token's k experts share K and V, so they are k more queries, not k copies of the keys
         q_SHLD = q_SQkHD.permute(0, 3, 2, 1, 4).reshape(S, H, k * Q, D)
         keys, values = (group.sequences_of(part).transpose(1, 2) for part in kv)
-        scores = self._mask(q_SHLD, group, keys.shape[2], key_mask_BT, bias)
+        scores = self._mask(q_SHLD, group, keys.shape[2], key_mask_BT, bias_HTT)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
@@ -193,7 +199,7 @@ class Attention(nn.Module):
         group: QueryGroup,
         length: int,
         key_mask_BT: Tensor | None,
-        bias: BucketBias | None,
+        bias_HTT: Tensor | None,
     ) -> Tensor | None:
         """What is added to the scores, [S, 1 or H, L, T]: relative terms, -inf where a key is hidden."""
         k = q_SHLD.shape[2] // group.positions.shape[1]
@@ -209,10 +215,10 @@ class Attention(nn.Module):
             if self.is_causal:
                 visible = offsets <= 0 if visible is None else visible & (offsets <= 0)
             if self.relative is not None:
-                offsets = offsets.expand(q_SHLD.shape[0], -1, -1)
-                added = self.relative(q_SHLD, offsets) * self.head_dim**-0.5
-            elif bias is not None and not self.cross:
-                added = bias(offsets)
+                added = self.relative(q_SHLD * self.head_dim**-0.5, offsets)
+            elif bias_HTT is not None and not self.cross:
+                added = bias_HTT.index_select(1, positions.flatten())
+                added = added.unflatten(1, positions.shape).transpose(0, 1).repeat(1, 1, k, 1)
         if visible is None:
             return added
         visible = visible.unsqueeze(1)
@@ -255,7 +261,7 @@ class Attention(nn.Module):
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
     """The plain formula, for `attn_implementation="eager"`; same layouts as transformers' functions."""
-    scores = query @ key.transpose(-1, -2) * scaling
+    scores = (query * scaling) @ key.transpose(-1, -2)
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)

@@ -91,6 +91,11 @@ class AdaptiveConfig(PreTrainedConfig):
             )
         if self.relative_positions == "window" and self.window < 1:
             raise ValueError(f'relative_positions="window" needs window of at least 1, got {self.window}.')
+        buckets, far = self.relative_buckets, self.relative_max_distance
+        if self.relative_positions == "t5" and not (buckets >= 4 and far > buckets // 2):
+            raise ValueError(
+                f"relative_buckets={buckets} must be at least 4, and relative_max_distance={far} above half of it."
+            )
 
 
 @dataclass
@@ -169,8 +174,8 @@ class AdaptivePreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def auxiliary(self, balance: dict) -> dict[str, Tensor]:
-        """The balance loss over every router, {} without routers."""
-        if not balance:
+        """The balance loss over every router; {} without routers, and in evaluation, whatever it reports."""
+        if not balance or not self.training:
             return {}
         kind = self.config.balance_loss
         terms = [getattr(statistics, kind)() for statistics in balance.values()]

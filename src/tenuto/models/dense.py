@@ -66,12 +66,13 @@ class TransformerStack(nn.Module):
             )
         rows = Rows.of(x_BTd, mask_BT)
         mask_BT = None if rows.index is None else mask_BT
+        bias_HTT = self.bias.all_pairs(rows.length) if self.bias is not None else None
         ledger, balance, routing = Ledger(rows.batch), {}, []
         h_Nd = rows.pack(x_BTd)
         for step, block in enumerate(self.blocks, 1):
             kv = block.keys_values(h_Nd, rows, None)
             memory_kv = block.memory_keys_values(memory) if memory is not None else None
-            h_Nd, dispatches = block(h_Nd, rows, kv, mask_BT, self.bias, memory_kv, memory_mask)
+            h_Nd, dispatches = block(h_Nd, rows, kv, mask_BT, bias_HTT, memory_kv, memory_mask)
             block.account(ledger, rows, rows, mask_BT, memory, memory_mask)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:

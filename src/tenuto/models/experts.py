@@ -64,7 +64,8 @@ class Dispatch:
 
     def combine(self, rows: Tensor) -> Tensor:
         """[N*k, n] sorted by expert -> [N, n], the gate-weighted sum of Eq. 1."""
-        return torch.bmm(self.gates.unsqueeze(1), self.receive(rows)).squeeze(1)
+        places = self.inverse.view(self.experts.shape)
+        return F.embedding_bag(places, rows, mode="sum", per_sample_weights=self.gates)
 
 
 class Router(nn.Module):

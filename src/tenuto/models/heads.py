@@ -200,5 +200,7 @@ class SequenceClassifier(AdaptivePreTrainedModel):
         if segments_BT is None:
             raise ValueError('classifier_pooling="pair" needs token_type_ids: 0 and 1 for the two sentences.')
         second = segments_BT == 1 if mask_BT is None else (segments_BT == 1) & mask_BT
+        if not second.any(-1).all():
+            raise ValueError('classifier_pooling="pair" needs a token of segment 1 in every sequence.')
         v_Bd = hidden_BTd[batch, second.to(torch.int8).argmax(1)]
         return torch.cat([u_Bd, v_Bd, u_Bd * v_Bd, (u_Bd - v_Bd).abs()], dim=-1)

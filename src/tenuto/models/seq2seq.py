@@ -62,9 +62,10 @@ class EncoderDecoder(AdaptivePreTrainedModel):
             if labels is None:
                 raise ValueError("An encoder-decoder needs labels or decoder_input_ids.")
             decoder_input_ids = self.shift_right(labels)
-            if decoder_attention_mask is None and labels.shape[1] > 1:
-                # the token before the last label is an input too; every place after it is padding
-                decoder_attention_mask = F.pad(labels[:, :-1] != -100, (1, 0), value=True)
+            if decoder_attention_mask is None:
+                # every place after the last label is padding; a row without labels keeps its first place
+                ahead = (labels != -100).flip(1).cumsum(1).flip(1) > 0
+                decoder_attention_mask = torch.cat([torch.ones_like(ahead[:, :1]), ahead[:, 1:]], 1)
         knobs = {
             "threshold": threshold,
             "min_steps": min_steps,

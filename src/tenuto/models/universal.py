@@ -38,6 +38,8 @@ class UniversalTransformerConfig(AdaptiveConfig):
     """One block, `num_loops` times in an encoder, another `num_decoder_loops` times in a decoder."""
 
     model_type = "tenuto_universal"
+    # transformers sizes caches by this name: unique layers x loops
+    attribute_map = {"num_hidden_layers": "num_loops"}
 
     num_loops: int = 6  # L
     num_decoder_loops: int = 6
@@ -48,11 +50,6 @@ class UniversalTransformerConfig(AdaptiveConfig):
     halt_bias: float = 0.0  # added to the halt logit: 0 as published, -3 for a deep start
     min_steps: int = 1
     act_weight: float = 0.0  # of L_ACT, per token
-
-    def __post_init__(self, **kwargs):
-        # transformers sizes caches by this name: unique layers x loops
-        self.num_hidden_layers = self.num_loops
-        super().__post_init__(**kwargs)
 
     def validate_depth(self):
         """Steps and thresholds must make sense together."""
@@ -115,9 +112,17 @@ class UniversalStack(nn.Module):
             max_steps, min_steps = self.steps, min(min_steps, self.steps)
         if not 1 <= min_steps <= max_steps:
             raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
+        if torch.is_tensor(threshold) and threshold.shape != x_BTd.shape[:1]:
+            raise ValueError(
+                f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of"
+                f" {len(x_BTd)} sequences."
+            )
+        if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
+            raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
         rows = Rows.of(x_BTd, mask_BT)
         mask_BT = None if rows.index is None else mask_BT
         policy, block = self.policy, self.block
+        bias_HTT = self.bias.all_pairs(rows.length) if self.bias is not None else None
         memory_kv = block.memory_keys_values(memory) if memory is not None else None
         ledger, balance, routing, leavers = Ledger(rows.batch), {}, [], Leavers(rows)
 
@@ -141,7 +146,7 @@ class UniversalStack(nn.Module):
                 break
             kv = block.keys_values(kv_Nd, kv_rows, kv)
             h_Nd, dispatches = block(
-                self._input(h_Nd, x_Nd, step), rows, kv, mask_BT, self.bias, memory_kv, memory_mask
+                self._input(h_Nd, x_Nd, step), rows, kv, mask_BT, bias_HTT, memory_kv, memory_mask
             )
             s_Nd = policy.combine(state, h_Nd)
             block.account(ledger, rows, kv_rows, mask_BT, memory, memory_mask, first=step == 1)
@@ -152,9 +157,9 @@ class UniversalStack(nn.Module):
                 if output_routing:
                     routing.append((step, name, rows.places, dispatch.experts, dispatch.gates))
         leavers.add(rows, None, s_Nd, policy.expected_depth(state, max_steps), max_steps)
-        hidden, depths, expected = leavers.grids()
+        hidden, depths, expected = leavers.grids(self.final_norm)
         return StackOutput(
-            hidden=self.final_norm(hidden),
+            hidden=hidden,
             depths=depths,
             expected_depths=expected,
             balance=balance,
@@ -186,14 +191,14 @@ class Leavers:
             )
         self.parts.append((places, states, expected, torch.full_like(places, steps)))
 
-    def grids(self) -> tuple[Tensor, Tensor, Tensor]:
-        """States [B, T, d], depths [B, T] (int) and expected depths [B, T]; zero at pads."""
+    def grids(self, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed states [B, T, d], depths [B, T] (int) and expected depths [B, T]; zero at pads."""
         places, states, expected, depths = (torch.cat(part) for part in zip(*self.parts, strict=True))
         if len(self.parts) > 1 or self.rows.index is not None:
             rows = Rows(places, self.rows.batch, self.rows.length, self.rows.device)
         else:
             rows = self.rows
-        return rows.unpack(states), rows.unpack(depths), rows.unpack(expected)
+        return rows.unpack(norm(states)), rows.unpack(depths), rows.unpack(expected)
 
 
 class UniversalTransformerModel(EncoderModel):

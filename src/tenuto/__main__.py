@@ -1,0 +1,7 @@
+"""`python -m tenuto` is `tenuto`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

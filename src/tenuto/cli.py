@@ -1,0 +1,156 @@
+"""The command line: parses the words, runs a verb, prints its answer or one sentence on what went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+from . import verbs
+
+
+class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the examples."""
+
+
+def _parser() -> ArgumentParser:
+    from . import __version__
+
+    parser = ArgumentParser(
+        prog="tenuto",
+        description="Transformers that decide, token by token, how deep, how wide and when to compute.",
+        epilog="example:\n  tenuto train recipes/demo.yaml --output runs/first",
+        formatter_class=_Help,
+        version=__version__,
+    )
+    group = parser.add_subcommands(dest="verb", metavar="VERB")
+
+    def add(verb: Callable, example: str, *options: str) -> ArgumentParser:
+        """A verb with those of the shared options that it takes."""
+        epilog = f"example:\n  tenuto {verb.__name__} {example}"
+        one = ArgumentParser(description=verb.__doc__, epilog=epilog, formatter_class=_Help)
+        if "checkpoint" in options:
+            one.add_argument("checkpoint", help="a folder made by `tenuto train`")
+        if "sets" in options:
+            one.add_argument("--sets", help="such as 7,8 or validation; all test sets when left out")
+        if "knobs" in options:
+            one.add_argument("--threshold", type=float, help="halting mass at which a token stops, 0..1")
+            one.add_argument("--min_steps", type=int, help="steps that every token runs")
+            one.add_argument("--max_steps", type=int, help="steps that no token exceeds")
+        if "result" in options:
+            one.add_argument("--result", help="write a result file (JSON) here as well")
+        one.add_argument(
+            "--json", action="store_true", help="one JSON document on stdout, nothing else there"
+        )
+        one.add_argument("--debug", action="store_true", help="the whole traceback when something fails")
+        group.add_subcommand(verb.__name__, one, help=verb.__doc__)
+        return one
+
+    one = add(verbs.train, "recipes/demo.yaml --output runs/first --training.seed=1", "result")
+    one.add_argument("recipe", help="a YAML file; `--KEY.SUB=VALUE` changes single keys of it")
+    one.add_argument("--output", help="folder for the model, its logs and checkpoints")
+    one.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    one.add_argument(
+        verbs.PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop"
+    )
+    example = "runs/first --sets 7,8 --threshold 0.9"
+    one = add(verbs.evaluate, example, "checkpoint", "sets", "knobs", "result")
+    one.add_argument("--errors", action="store_true", help="by relation, operators, depth and negation too")
+    one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "sets", "result")
+    one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
+    one.add_argument("--generated", type=int, default=0, help="add so many pairs of the exact generator")
+    one.add_argument("--repeats", type=int, default=3, help="times each setting is timed; the fastest counts")
+    add(verbs.depths, "runs/first --sets 12", "checkpoint", "sets", "knobs")
+    one = add(verbs.experts, "runs/first --sets validation", "checkpoint", "sets")
+    one.add_argument("--limit", type=int, default=2000, help="pairs looked at")
+    add(verbs.presets, "--json")
+    one = add(verbs.report, "runs/first -o first.html", "checkpoint")
+    one.add_argument("-o", "--output", help="the file; report.html in the checkpoint when left out")
+    one.add_argument("--limit", type=int, default=500, help="pairs of each test set looked at")
+    one = add(verbs.demo, "--output demo")
+    one.add_argument("--checkpoint", default="checkpoints/logic-sut", help="the longer-trained model")
+    one.add_argument("--output", default="demo", help="folder of the demo, made anew by each run")
+    one.add_argument("--recipe", default="recipes/demo.yaml", help="what is trained live")
+    return parser
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Takes the recipe's keys, `--KEY[.SUB]=VALUE` or with a blank, out of the words of `tenuto train`.
+
+    --print_config goes with them: jsonargparse would take it for its own.
+    """
+    own = {"--output", "--resume", "--result", "--json", "--debug", "--help"}
+    kept, overrides, waiting = [], [], False
+    for word in words:
+        if waiting and not word.startswith("--"):
+            overrides[-1] += f"={word}"
+            waiting = False
+        elif word.startswith("--") and word.split("=", 1)[0] not in own:
+            overrides.append(word)
+            waiting = "=" not in word and word != verbs.PRINT_CONFIG
+        else:
+            kept.append(word)
+            waiting = False
+    return kept, overrides
+
+
+def _sentence(error: Exception) -> str:
+    """The last sentence of an error's text; with the kind of error when tenuto did not word it."""
+    text = str(error).strip()
+    if "alidation" in type(error).__name__ and "\n" in text:
+        text = text.splitlines()[-1].strip()
+        for name in ("ValueError: ", "TypeError: "):
+            text = text.removeprefix(name)
+    text = " ".join(text.split())
+    known = isinstance(error, ValueError | FileNotFoundError | FileExistsError)
+    known |= type(error).__module__.startswith("tenuto") or "alidation" in type(error).__name__
+    return text if known else f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code: 0, 1 (failed, one sentence on stderr), 2 (usage)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # set before torch and transformers are imported: nothing is fetched, and idle threads do not spin
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    command = shlex.join(["tenuto", *words])
+    words, overrides = _split(words) if words[:1] == ["train"] else (words, [])
+    try:
+        parsed = _parser().parse_args(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    options = parsed[parsed.verb]
+    options.command, options.overrides = command, overrides
+    try:
+        # libraries print: only the answer belongs on stdout
+        with redirect_stdout(sys.stderr):
+            figures, show = getattr(verbs, parsed.verb)(options)
+        if options.json:
+            print(json.dumps(figures, indent=1))
+        else:
+            show()
+    except verbs.UsageError as error:
+        print(f"tenuto: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tenuto: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"tenuto: {_sentence(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
