@@ -100,9 +100,14 @@ def main() -> None:
             seconds[name].append(time.process_time() - start)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         routing = "skewed" if skewed else "balanced"
-        figures.append({"experts": count, "chosen": chosen, "width": width, "routing": routing, "seconds": median})
+        figures.append(
+            {"experts": count, "chosen": chosen, "width": width, "routing": routing, "seconds": median}
+        )
         ratios = " | ".join(f"{median[name] / median['ours']:.2f}" for name in list(VARIANTS)[1:])
-        print(f"| {count} | {chosen} | {width} | {routing} | {median['ours'] * 1e3:.1f} | {ratios} |", flush=True)
+        print(
+            f"| {count} | {chosen} | {width} | {routing} | {median['ours'] * 1e3:.1f} | {ratios} |",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 

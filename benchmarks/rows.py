@@ -81,6 +81,7 @@ def masked(stack: UniversalStack, x_BTd: Tensor) -> Tensor:
     """The same with every token computed at every step, and the stopped ones' results thrown away."""
     policy, block, rows = stack.policy, stack.block, Rows.of(x_BTd, None)
     h_Nd = s_Nd = rows.pack(x_BTd)
+    reach, _ = stack.reaches(rows.length, None, None, None)
     state, balance = policy.start(h_Nd), {}
     expected, running = state.depth, torch.ones(len(rows), dtype=torch.bool)
     for step in range(1, stack.steps + 1):
@@ -94,7 +95,7 @@ def masked(stack: UniversalStack, x_BTd: Tensor) -> Tensor:
             )  # fmt: skip
             state = Planned(*kept, state.planned, step - 1)
         kv = block.keys_values(s_Nd, rows, None)
-        new_Nd, dispatches = block(h_Nd, rows, kv, None, stack.bias)
+        new_Nd, dispatches = block(h_Nd, rows, kv, reach.views(rows))
         h_Nd = torch.where(running[:, None], new_Nd, h_Nd)
         s_Nd = torch.where(running[:, None], policy.combine(state, new_Nd), s_Nd)
         expected = torch.where(running, policy.expected_depth(state, step), expected)

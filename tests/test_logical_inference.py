@@ -169,9 +169,7 @@ def test_no_relation_to_a_tautology_or_contradiction(sentence):
 def test_length_protocol():
     p = li.protocol("length")
     assert (len(p.train), len(p.validation)) == (121_977, 13_552)
-    assert {name: len(pairs) for name, pairs in p.test.items()} == {
-        str(n): TEST[n] for n in range(7, 13)
-    }
+    assert {name: len(pairs) for name, pairs in p.test.items()} == {str(n): TEST[n] for n in range(7, 13)}
     # The tenth line of train0 is the first validation pair; the first nine are training.
     first = li.load_bin("train", 0)
     assert p.validation[0] == first[9] and p.train[:10] == first[:9] + first[10:11]
@@ -186,9 +184,7 @@ def test_systematic_splits(name):
     assert len(p.validation) == remaining // 10
     assert list(p.test) == [name] and len(p.test[name]) == held_out
     assert round(100 * li.majority_rate(p.test[name]), 1) == majority
-    needle = {"A": ["( and ( not a ) )"], "B": ["( and ( not "]}.get(
-        name, ["( and ( not ", "( or ( not "]
-    )
+    needle = {"A": ["( and ( not a ) )"], "B": ["( and ( not "]}.get(name, ["( and ( not ", "( or ( not "])
     for pairs, expected in ((p.train, False), (p.validation, False), (p.test[name], True)):
         for pair in pairs:
             assert any(s in pair.left or s in pair.right for s in needle) is expected
@@ -300,9 +296,7 @@ def binary_levels(sentence):
     text = re.sub(r"\b[a-f]\b", "0", sentence)
     while "(" in text:
         text = re.sub(r"\( not (\d) \)", r"\1", text)
-        text = re.sub(
-            r"\( (\d) \( (?:and|or) (\d) \) \)", lambda m: str(int(max(m.groups())) + 1), text
-        )
+        text = re.sub(r"\( (\d) \( (?:and|or) (\d) \) \)", lambda m: str(int(max(m.groups())) + 1), text)
     return int(text)
 
 

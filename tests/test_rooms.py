@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from reference import HALTING, batch, make
 from torch.testing import assert_close
 
-from tenuto.models.attention import Attention, BucketBias, RelativeWindow, sinusoidal_positions
+from tenuto.models.attention import (
+    Attention,
+    BucketBias,
+    Reach,
+    RelativeWindow,
+    sinusoidal_positions,
+)
 from tenuto.models.experts import Balance, Dispatch, ExpertLinear, FeedForward, Router, grouped_matmul
 from tenuto.models.halting import StickBreaking
 from tenuto.models.rows import Rows
@@ -319,6 +325,13 @@ def test_sinusoidal_positions():
         assert_close(sinusoidal_positions(300, size, torch.device("cpu")), want, atol=1e-4, rtol=0)
 
 
+def views_of(attention, rows, tokens):
+    """What the queries of one attention module may read."""
+    window = attention.relative is not None
+    reach = Reach(rows.length, attention.chosen, tokens, attention.is_causal, None, window)
+    return reach.views(rows)
+
+
 ATTENTION = {
     "heads": {"attention_experts": 1, "attention_experts_per_token": 1},
     "momha": {},
@@ -345,7 +358,7 @@ def test_momha_equals_attention_expert_by_expert(kind, causal):
     live = tokens & torch.tensor([[1, 0, 1, 1, 1], [0, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
     states, keyed, rows = torch.randn(3, 5, 8, dtype=double), Rows.from_mask(tokens), Rows.from_mask(live)
     kv = attention.project(keyed.pack(states), keyed, None)
-    got = attention(rows.pack(states), rows, kv, tokens, None)[0]
+    got = attention(rows.pack(states), rows, kv, views_of(attention, rows, tokens))[0]
     shape = (attention.heads, attention.head_dim)
     want = []
     for b, t in zip(rows.sequence.tolist(), rows.position.tolist(), strict=True):
@@ -363,7 +376,9 @@ def test_attention_gradcheck():
     rows = Rows.from_mask(tokens)
 
     def run(states):
-        return attention(states, rows, attention.project(states, rows, None), tokens, None)[0]
+        return attention(
+            states, rows, attention.project(states, rows, None), views_of(attention, rows, tokens)
+        )[0]
 
     assert torch.autograd.gradcheck(run, torch.randn(5, 8, dtype=double, requires_grad=True))
 

@@ -170,7 +170,9 @@ def sweep(
     """
     loaded = load(checkpoint)
     if getattr(loaded.model.config, "policy", "fixed") == "fixed":
-        raise ValueError(f"{loaded.folder} has a fixed depth; the threshold knob needs policy stick_breaking.")
+        raise ValueError(
+            f"{loaded.folder} has a fixed depth; the threshold knob needs policy stick_breaking."
+        )
     pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
     if generated:
         pairs += generate(generated, seed=1, min_operators=7)
@@ -209,5 +211,3 @@ def _interval(values: np.ndarray, random: np.random.Generator, draws: int = 1000
     """95% bootstrap interval of the mean."""
     means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(draws)]
     return tuple(np.percentile(means, [2.5, 97.5]))
-
-

@@ -61,7 +61,11 @@ def _describe(table: np.ndarray) -> dict[str, Any]:
     for number in range(table.shape[1]):
         seen = [row for row in np.argsort(-np.nan_to_num(pmi[:, number], nan=-np.inf)) if table[row, number]]
         specific[number] = [
-            {"token": VOCABULARY[row], "pmi": round(float(pmi[row, number]), 3), "count": int(table[row, number])}
+            {
+                "token": VOCABULARY[row],
+                "pmi": round(float(pmi[row, number]), 3),
+                "count": int(table[row, number]),
+            }
             for row in seen[:5]
         ]
     return {

@@ -96,6 +96,7 @@ def curve(steps: Sequence[float], values: Sequence[float], name: str, floor: flo
             fontsize=9,
         )
     axes.plot(steps, values, color=ACCENT, marker="o" if len(steps) < 25 else None)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("training step")
     axes.set_ylabel(name)

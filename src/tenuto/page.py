@@ -97,10 +97,9 @@ def _training(history: Sequence[dict], title: str, text: str, floor: float | Non
 def _accuracy(d: dict[str, Any]) -> str:
     rows = d["by_operators"]
     keys = list(rows)
-    boundary = None
-    if d["protocol"] == "length":
-        edges = [n for n, (a, b) in enumerate(pairwise(keys)) if int(a) <= 6 < int(b.rstrip("+"))]
-        boundary = edges[0] + 0.5 if edges else None
+    trained = d["trained_operators"]
+    edges = [n for n, (a, b) in enumerate(pairwise(keys)) if int(a) <= trained < int(b.rstrip("+"))]
+    boundary = edges[0] + 0.5 if edges else None
     svg = draw.accuracy_by(
         "Accuracy by operator count",
         keys,

@@ -116,7 +116,9 @@ class AdaptiveTrainer(Trainer):
 
 def accuracy(prediction) -> dict[str, float]:
     """Share of right labels; in the text-to-text form, of right answer tokens."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    logits = (
+        prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    )
     return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
 
 

@@ -140,9 +140,7 @@ def load_bin(part: Literal["train", "test"], n: int, folder: Path | str = FILES)
     if part not in ("train", "test") or n not in BINS:
         raise ValueError(f"there is no bin {part!r}, {n}: choose 'train' or 'test', and 0 to 12")
     name = f"{part}{n}.tsv.gz"
-    recorded = dict(
-        reversed(line.split()) for line in (Path(folder) / "SHA256SUMS").read_text().splitlines()
-    )
+    recorded = dict(reversed(line.split()) for line in (Path(folder) / "SHA256SUMS").read_text().splitlines())
     packed = (Path(folder) / name).read_bytes()
     found = hashlib.sha256(packed).hexdigest()
     if found != recorded.get(name):
@@ -294,9 +292,7 @@ def accuracy_by(
     return table
 
 
-def errors_by_relation(
-    pairs: Sequence[Pair], predictions: Sequence[str | int]
-) -> dict[str, dict[str, int]]:
+def errors_by_relation(pairs: Sequence[Pair], predictions: Sequence[str | int]) -> dict[str, dict[str, int]]:
     """The confusion counts, true relation -> predicted relation -> pairs, all 49 cells."""
     table = {true: dict.fromkeys(RELATIONS, 0) for true in RELATIONS}
     for pair, answer in zip(pairs, _answers(pairs, predictions), strict=True):

@@ -83,9 +83,7 @@ class Curriculum(Sampler):
 
     chunk = 50
 
-    def __init__(
-        self, data: PairDataset, steps: int, batch: int, seed: int, start: int, until: float
-    ):
+    def __init__(self, data: PairDataset, steps: int, batch: int, seed: int, start: int, until: float):
         self.data, self.steps, self.batch, self.seed = data, steps, batch, seed
         self.start, self.until = start, until
         self.most = int(data.operators.max())

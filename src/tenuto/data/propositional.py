@@ -134,9 +134,7 @@ def compare(left: int, right: int) -> str:
     """The relation between two masks; ValueError if either is empty or holds every assignment."""
     if left in (0, EVERYTHING) or right in (0, EVERYTHING):
         side = "left" if left in (0, EVERYTHING) else "right"
-        raise ValueError(
-            f"no relation is defined: the {side} sentence is a tautology or a contradiction"
-        )
+        raise ValueError(f"no relation is defined: the {side} sentence is a tautology or a contradiction")
     if left == right:
         return "="
     shared = left & right

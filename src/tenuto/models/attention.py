@@ -12,6 +12,7 @@ Offsets clip at +-W (the released code clips at W-1, which leaves W = 1 without 
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,66 @@ class BucketBias(nn.Module):
         return self((positions - positions[:, None]).unsqueeze(0)).squeeze(0).contiguous()
 
 
+@dataclass(frozen=True)
+class View:
+    """What one query group may read. offsets: [1 or S, L, T] key minus query position (window positions only).
+    scores: [S or 1, 1 or H, L, T] added to the scores (float) or visible keys (bool); None: everything, equally.
+    """
+
+    offsets: Tensor | None
+    scores: Tensor | None
+
+
+class Reach:
+    """What the queries of a stack may read, made once per forward; groups that stay keep their views.
+
+    mask_BT is true where a key may be read (None: all); bias_HTT is `BucketBias.all_pairs`; causal lets a query see
+    its own and earlier positions only; chosen = k queries per token.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        chosen: int,
+        mask_BT: Tensor | None,
+        causal: bool = False,
+        bias_HTT: Tensor | None = None,
+        offsets: bool = False,
+    ):
+        self.length, self.chosen, self.mask_BT = length, chosen, mask_BT
+        self.causal, self.bias_HTT, self.offsets = causal, bias_HTT, offsets
+        self.rows, self.last = None, []
+
+    def views(self, rows: Rows) -> list[View]:
+        """One view for each of the rows' query groups."""
+        if rows is not self.rows:
+            self.rows, self.last = rows, [self._view(group) for group in rows.groups]
+        return self.last
+
+    def _view(self, group: QueryGroup) -> View:
+        # without gathering, every sequence has the same positions: one row stands for all
+        positions = group.positions if group.slots is not None else group.positions[:1]
+        keys = torch.arange(self.length, device=positions.device)
+        offsets = keys - positions.repeat(1, self.chosen).unsqueeze(-1)
+        visible = None
+        if self.mask_BT is not None:
+            visible = group.sequences_of(self.mask_BT)[:, None, :]
+        if self.causal:
+            visible = offsets <= 0 if visible is None else visible & (offsets <= 0)
+        if visible is not None:
+            visible = visible.unsqueeze(1)
+        if self.bias_HTT is None:
+            return View(offsets if self.offsets else None, visible)
+        bias = self.bias_HTT.index_select(1, positions.flatten())
+        bias = bias.unflatten(1, positions.shape).transpose(0, 1).repeat(1, 1, self.chosen, 1)
+        return View(None, bias if visible is None else hide(bias, visible))
+
+
+def hide(scores: Tensor, visible: Tensor) -> Tensor:
+    """Scores with the lowest finite number where a key may not be read."""
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+
+
 class Attention(nn.Module):
     """Multi-head attention over rows, with experts (MoMHA) when config.attention_experts > 1.
 
@@ -137,17 +198,11 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self,
-        x_Nd: Tensor,
-        rows: Rows,
-        kv: tuple[Tensor, Tensor],
-        key_mask_BT: Tensor | None,
-        bias_HTT: Tensor | None,
+        self, x_Nd: Tensor, rows: Rows, kv: tuple[Tensor, Tensor], views: list[View]
     ) -> tuple[Tensor, Dispatch | None]:
         """Rows -> rows (Eq. 3), and the routing decision.
 
-        `kv` are key and value buffers [B, T, H, D]; `key_mask_BT` is true where a key may be read (None: all);
-        `bias_HTT` is `BucketBias.all_pairs`.
+        `kv` are key and value buffers [B, T, H, D]; `views` says for each query group what it may read.
         """
         dispatch = self.router(x_Nd)
         if dispatch is None:
@@ -155,31 +210,29 @@ class Attention(nn.Module):
         else:
             q = dispatch.receive(self.query(dispatch.send(x_Nd), dispatch))
             q_NkHD = q.view(-1, self.chosen, self.heads, self.head_dim)
-        out_Nkn = rows.regroup(
-            [self._attend(q_NkHD, group, kv, key_mask_BT, bias_HTT) for group in rows.groups]
-        )
+        groups = zip(rows.groups, views, strict=True)
+        out_Nkn = rows.regroup([self._attend(q_NkHD, group, view, kv) for group, view in groups])
         if dispatch is None:
             return self.output(out_Nkn.squeeze(1), None), None
         return dispatch.combine(self.output(dispatch.send_each(out_Nkn), dispatch)), dispatch
 
-    def _attend(
-        self,
-        q_NkHD: Tensor,
-        group: QueryGroup,
-        kv: tuple[Tensor, Tensor],
-        key_mask_BT: Tensor | None,
-        bias_HTT: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, q_NkHD: Tensor, group: QueryGroup, view: View, kv: tuple[Tensor, Tensor]) -> Tensor:
         """One group of sequences: [N, k, H, D] queries -> its members' [n, k, H*D] results."""
         q_SQkHD = group.pad(q_NkHD)
         S, Q, k, H, D = q_SQkHD.shape
         # a token's k experts share K and V, so they are k more queries, not k copies of the keys
         q_SHLD = q_SQkHD.permute(0, 3, 2, 1, 4).reshape(S, H, k * Q, D)
         keys, values = (group.sequences_of(part).transpose(1, 2) for part in kv)
-        scores = self._mask(q_SHLD, group, keys.shape[2], key_mask_BT, bias_HTT)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
+        scores = view.scores
+        if self.relative is not None:
+            scores = self.relative(q_SHLD * D**-0.5, view.offsets)
+            scores = scores if view.scores is None else hide(scores, view.scores)
+        elif scores is not None and scores.dtype == torch.bool:
+            scores = scores.expand(S, 1, k * Q, -1)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if q_SHLD.is_cpu and scores is not None and scores.requires_grad:
+            # no fused kernel gives a bias its gradient on a CPU; SDPA's fallback is slower than the plain formula
+            attend = eager_attention
         out_SLHD, _ = attend(
             self,
             q_SHLD,
@@ -193,43 +246,7 @@ class Attention(nn.Module):
         out = out_SLHD.reshape(S, k, Q, H * D).transpose(1, 2)
         return group.unpad(out)
 
-    def _mask(
-        self,
-        q_SHLD: Tensor,
-        group: QueryGroup,
-        length: int,
-        key_mask_BT: Tensor | None,
-        bias_HTT: Tensor | None,
-    ) -> Tensor | None:
-        """What is added to the scores, [S, 1 or H, L, T]: relative terms, -inf where a key is hidden."""
-        k = q_SHLD.shape[2] // group.positions.shape[1]
-        visible = None
-        if key_mask_BT is not None:
-            visible = group.sequences_of(key_mask_BT)[:, None, :]
-        added = None
-        if self.is_causal or not self.cross:
-            # without gathering, every sequence has the same offsets: one row stands for all
-            positions = group.positions if group.slots is not None else group.positions[:1]
-            keys = torch.arange(length, device=q_SHLD.device)
-            offsets = keys - positions.repeat(1, k).unsqueeze(-1)
-            if self.is_causal:
-                visible = offsets <= 0 if visible is None else visible & (offsets <= 0)
-            if self.relative is not None:
-                added = self.relative(q_SHLD * self.head_dim**-0.5, offsets)
-            elif bias_HTT is not None and not self.cross:
-                added = bias_HTT.index_select(1, positions.flatten())
-                added = added.unflatten(1, positions.shape).transpose(0, 1).repeat(1, 1, k, 1)
-        if visible is None:
-            return added
-        visible = visible.unsqueeze(1)
-        if added is None:
-            shape = (q_SHLD.shape[0], 1, q_SHLD.shape[2], length)
-            return visible.expand(shape)
-        return added.masked_fill(~visible, torch.finfo(added.dtype).min)
-
-    def account(
-        self, ledger: Ledger, rows: Rows, key_mask_BT: Tensor | None, length: int
-    ) -> None:
+    def account(self, ledger: Ledger, rows: Rows, key_mask_BT: Tensor | None, length: int) -> None:
         """Books the queries, outputs, router and scores of one application (keys and values: `account_kv`)."""
         kind = "linear" if self.query.weight.shape[0] == 1 else "expert"
         ledger.add(kind, rows.per_sequence, self.row_macs)

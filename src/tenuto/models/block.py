@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import Attention
+from .attention import Attention, BucketBias, Reach, View
 from .experts import Dispatch, FeedForward
 from .ledger import Ledger
 from .rows import Rows
@@ -80,25 +80,22 @@ class Block(GradientCheckpointingLayer):
         x_Nd: Tensor,
         rows: Rows,
         kv: tuple[Tensor, Tensor],
-        mask_BT: Tensor | None,
-        bias_HTT: Tensor | None = None,
+        views: list[View],
         memory_kv: tuple[Tensor, Tensor] | None = None,
-        memory_mask: Tensor | None = None,
+        memory_views: list[View] | None = None,
     ) -> tuple[Tensor, dict[str, Dispatch]]:
         """Live rows -> live rows one step further, and the routing decisions by module name.
 
         `kv`: self-attention's buffers, from `keys_values`. `memory_kv`: the encoder's, from `memory_keys_values`.
-        `bias_HTT`: self-attention's position bias, from `BucketBias.all_pairs`.
+        `views`, `memory_views`: what the queries may read, from `Reach`.
         """
         routing = {}
         branch = self.attention_branch
-        out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, mask_BT, bias_HTT)
+        out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, views)
         x_Nd = branch.add(x_Nd, out)
         if self.cross is not None:
             branch = self.cross_branch
-            out, routing["cross"] = self.cross(
-                branch.before(x_Nd), rows, memory_kv, memory_mask, None
-            )
+            out, routing["cross"] = self.cross(branch.before(x_Nd), rows, memory_kv, memory_views)
             x_Nd = branch.add(x_Nd, out)
         branch = self.feed_forward_branch
         out, routing["feed_forward"] = self.feed_forward(branch.before(x_Nd))
@@ -144,3 +141,32 @@ class Block(GradientCheckpointingLayer):
         parts = [self.attention] + ([self.cross] if self.cross is not None else [])
         macs = self.feed_forward.row_macs + self.feed_forward.router.row_macs
         return macs + sum(part.row_macs + part.kv_macs + part.router.row_macs for part in parts)
+
+
+class Stack(nn.Module):
+    """What every stack has besides its blocks: position bias, final norm, what its queries may read."""
+
+    def __init__(self, config, decoder: bool):
+        super().__init__()
+        self.config, self.is_causal = config, decoder
+        self.bias = None
+        if config.relative_positions == "t5":
+            self.bias = BucketBias(
+                config.num_attention_heads,
+                config.relative_buckets,
+                config.relative_max_distance,
+                causal=decoder,
+            )
+        self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
+
+    def reaches(
+        self, length: int, mask_BT: Tensor | None, memory: Tensor | None, memory_mask: Tensor | None
+    ) -> tuple[Reach, Reach | None]:
+        """Self-attention's reach over `length` tokens, and cross-attention's over the encoder's."""
+        chosen = self.config.attention_experts_per_token
+        bias_HTT = self.bias.all_pairs(length) if self.bias is not None else None
+        window = self.config.relative_positions == "window"
+        own = Reach(length, chosen, mask_BT, self.is_causal, bias_HTT, window)
+        if memory is None:
+            return own, None
+        return own, Reach(memory.shape[1], chosen, memory_mask)

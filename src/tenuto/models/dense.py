@@ -7,9 +7,8 @@ Zhang et al. 2022), whose base model stands in Table 1 of SUT.
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from .attention import BucketBias
 from .base import AdaptiveConfig, StackOutput
-from .block import Block, norm
+from .block import Block, Stack
 from .experts import Balance
 from .heads import EncoderModel, SequenceClassifier
 from .ledger import Ledger
@@ -31,22 +30,13 @@ class TransformerConfig(AdaptiveConfig):
         return {self.balance_loss: self.balance_weight}
 
 
-class TransformerStack(nn.Module):
+class TransformerStack(Stack):
     """Distinct blocks in a row."""
 
     def __init__(self, config, decoder: bool = False):
-        super().__init__()
+        super().__init__(config, decoder)
         steps = config.num_decoder_layers if decoder else config.num_hidden_layers
-        self.bias = None
-        if config.relative_positions == "t5":
-            self.bias = BucketBias(
-                config.num_attention_heads,
-                config.relative_buckets,
-                config.relative_max_distance,
-                causal=decoder,
-            )
         self.blocks = nn.ModuleList(Block(config, decoder) for _ in range(steps))
-        self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
 
     def forward(
         self,
@@ -66,13 +56,14 @@ class TransformerStack(nn.Module):
             )
         rows = Rows.of(x_BTd, mask_BT)
         mask_BT = None if rows.index is None else mask_BT
-        bias_HTT = self.bias.all_pairs(rows.length) if self.bias is not None else None
+        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask)
         ledger, balance, routing = Ledger(rows.batch), {}, []
         h_Nd = rows.pack(x_BTd)
         for step, block in enumerate(self.blocks, 1):
             kv = block.keys_values(h_Nd, rows, None)
             memory_kv = block.memory_keys_values(memory) if memory is not None else None
-            h_Nd, dispatches = block(h_Nd, rows, kv, mask_BT, bias_HTT, memory_kv, memory_mask)
+            memory_views = memory_reach.views(rows) if memory is not None else None
+            h_Nd, dispatches = block(h_Nd, rows, kv, reach.views(rows), memory_kv, memory_views)
             block.account(ledger, rows, rows, mask_BT, memory, memory_mask)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:

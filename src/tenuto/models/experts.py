@@ -207,9 +207,7 @@ class Balance:
         plogp = (p_NE * p_NE.clamp(min=torch.finfo(p_NE.dtype).tiny).log()).sum(-1)
         assigned = torch.zeros_like(p_NE[0]).detach()
         chosen = dispatch.experts.shape[1]
-        assigned = assigned.index_add(
-            0, dispatch.experts.reshape(-1), weight_N.repeat_interleave(chosen)
-        )
+        assigned = assigned.index_add(0, dispatch.experts.reshape(-1), weight_N.repeat_interleave(chosen))
         return cls(weight_N.sum(), weight_N @ p_NE, weight_N @ plogp, assigned)
 
     def __add__(self, other: "Balance") -> "Balance":

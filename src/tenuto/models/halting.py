@@ -105,9 +105,7 @@ class StickBreaking(Fixed):
 
     def go_on(self, state: HaltState, threshold_N: float | Tensor) -> Tensor:
         """[N] bool, Eq. 3: 1 - sum a_j > 1 - threshold. A threshold of 1 stops nobody, 0 everybody."""
-        threshold = torch.as_tensor(
-            threshold_N, dtype=state.log_left.dtype, device=state.log_left.device
-        )
+        threshold = torch.as_tensor(threshold_N, dtype=state.log_left.dtype, device=state.log_left.device)
         return state.log_left > torch.log1p(-threshold)
 
     def combine(self, state: HaltState, h_Nd: Tensor) -> Tensor:

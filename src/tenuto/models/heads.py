@@ -183,9 +183,7 @@ class SequenceClassifier(AdaptivePreTrainedModel):
             routing=out.routing,
         )
 
-    def _pool(
-        self, hidden_BTd: Tensor, mask_BT: Tensor | None, segments_BT: Tensor | None
-    ) -> Tensor:
+    def _pool(self, hidden_BTd: Tensor, mask_BT: Tensor | None, segments_BT: Tensor | None) -> Tensor:
         pooling = self.config.classifier_pooling
         if pooling == "mean":
             if mask_BT is None:

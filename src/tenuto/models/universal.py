@@ -22,9 +22,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from .attention import BucketBias
 from .base import AdaptiveConfig, StackOutput
-from .block import Block, norm
+from .block import Block, Stack
 from .experts import Balance
 from .halting import POLICIES
 from .heads import EncoderModel, SequenceClassifier
@@ -54,9 +53,7 @@ class UniversalTransformerConfig(AdaptiveConfig):
     def validate_depth(self):
         """Steps and thresholds must make sense together."""
         if not 1 <= self.min_steps <= self.num_loops:
-            raise ValueError(
-                f"min_steps={self.min_steps} must lie between 1 and num_loops={self.num_loops}."
-            )
+            raise ValueError(f"min_steps={self.min_steps} must lie between 1 and num_loops={self.num_loops}.")
         if not 0.0 <= self.halt_threshold <= 1.0:
             raise ValueError(f"halt_threshold={self.halt_threshold} must lie between 0 and 1.")
         if self.policy == "fixed" and self.act_weight:
@@ -70,24 +67,14 @@ class UniversalTransformerConfig(AdaptiveConfig):
         return {self.balance_loss: self.balance_weight, "act": self.act_weight}
 
 
-class UniversalStack(nn.Module):
+class UniversalStack(Stack):
     """One block iterated under a depth policy."""
 
     def __init__(self, config, decoder: bool = False):
-        super().__init__()
-        self.config = config
+        super().__init__(config, decoder)
         self.steps = config.num_decoder_loops if decoder else config.num_loops
-        self.bias = None
-        if config.relative_positions == "t5":
-            self.bias = BucketBias(
-                config.num_attention_heads,
-                config.relative_buckets,
-                config.relative_max_distance,
-                causal=decoder,
-            )
         self.block = Block(config, decoder)
         self.policy = POLICIES[config.policy](config)
-        self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
 
     def forward(
         self,
@@ -122,7 +109,7 @@ class UniversalStack(nn.Module):
         rows = Rows.of(x_BTd, mask_BT)
         mask_BT = None if rows.index is None else mask_BT
         policy, block = self.policy, self.block
-        bias_HTT = self.bias.all_pairs(rows.length) if self.bias is not None else None
+        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask)
         memory_kv = block.memory_keys_values(memory) if memory is not None else None
         ledger, balance, routing, leavers = Ledger(rows.batch), {}, [], Leavers(rows)
 
@@ -145,8 +132,9 @@ class UniversalStack(nn.Module):
             if not len(rows):
                 break
             kv = block.keys_values(kv_Nd, kv_rows, kv)
+            memory_views = memory_reach.views(rows) if memory is not None else None
             h_Nd, dispatches = block(
-                self._input(h_Nd, x_Nd, step), rows, kv, mask_BT, bias_HTT, memory_kv, memory_mask
+                self._input(h_Nd, x_Nd, step), rows, kv, reach.views(rows), memory_kv, memory_views
             )
             s_Nd = policy.combine(state, h_Nd)
             block.account(ledger, rows, kv_rows, mask_BT, memory, memory_mask, first=step == 1)
@@ -186,9 +174,7 @@ class Leavers:
         """The rows at `which` [n] (None: all) leave after `steps` steps."""
         places = rows.places
         if which is not None:
-            places, states, expected = (
-                part.index_select(0, which) for part in (places, states, expected)
-            )
+            places, states, expected = (part.index_select(0, which) for part in (places, states, expected))
         self.parts.append((places, states, expected, torch.full_like(places, steps)))
 
     def grids(self, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
