@@ -38,7 +38,7 @@ def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any]
     Progress is shown as it comes; returns the figures, and what prints the closing tables.
     """
     from .data.logical_inference import protocol
-    from .progress import training_progress
+    from .progress import TrainingProgress
     from .recipe import load_recipe
     from .report import made_by, measure, write_report
     from .train import train
@@ -51,8 +51,8 @@ def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any]
     valid = [one for one in protocol(recipe.data.protocol).validation if one.operators <= most]
     always = 100 * sum(one.relation == "#" for one in valid) / len(valid)
     say(f"Live: {recipe.preset} on pairs of at most {most} operators, {recipe.training['max_steps']} steps.")
-    with training_progress():
-        trained = train(recipe, folder / "live")
+    with TrainingProgress() as progress:
+        trained = train(recipe, folder / "live", progress=progress)
     live = {
         "accuracy": round(trained["validation_accuracy"], 2),
         "always_independent": round(always, 2),

@@ -11,7 +11,7 @@ import numpy as np
 
 from .data.logical_inference import VARIABLES, decode
 from .data.pairs import PairDataset
-from .evaluate import Loaded, full_depth, load, predict, test_sets
+from .evaluate import full_depth, load, predict, test_sets
 
 KINDS = {
     **dict.fromkeys(VARIABLES, "variable"), "(": "bracket", ")": "bracket", "and": "and", "or": "or",
@@ -38,16 +38,17 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
     return {
         "pairs": len(pairs),
         "full_depth": full,
-        "all": _describe(everything, full),
+        "all": describe(everything, full),
         "by_operators": {
-            key: _describe(np.concatenate(value), full) for key, value in sorted(by_operators.items())
+            key: describe(np.concatenate(value), full) for key, value in sorted(by_operators.items())
         },
-        "by_kind": {key: _describe(np.array(by_kind[key]), full) for key in dict.fromkeys(KINDS.values())},
+        "by_kind": {key: describe(np.array(by_kind[key]), full) for key in dict.fromkeys(KINDS.values())},
         "collapsed": bool(everything.std() < 0.1),
     }
 
 
-def _describe(steps: np.ndarray, full: int) -> dict[str, Any]:
+def describe(steps: np.ndarray, full: int) -> dict[str, Any]:
+    """Number of tokens, mean and spread of their steps, and the shares that stopped after 1..full steps."""
     counts = np.bincount(steps, minlength=full + 1)[1:]
     return {
         "tokens": len(steps),
@@ -55,21 +56,3 @@ def _describe(steps: np.ndarray, full: int) -> dict[str, Any]:
         "spread": round(float(steps.std()), 3),
         "histogram": (counts / counts.sum()).round(4).tolist(),
     }
-
-
-def token_depths(loaded: Loaded, pairs: Sequence, **knobs) -> list[dict[str, Any]]:
-    """For each pair its tokens, the steps of each, the true relation and the model's answer."""
-    from .data.logical_inference import RELATIONS
-
-    data = PairDataset(pairs, loaded.recipe.head)
-    said = predict(loaded, pairs, **knobs)
-    return [
-        {
-            "tokens": decode(data[number]["ids"].tolist()),
-            "steps": said.depths[number].tolist(),
-            "relation": pair.relation,
-            "answer": RELATIONS[said.relations[number]] if said.relations[number] >= 0 else "?",
-            "operators": pair.operators,
-        }
-        for number, pair in enumerate(pairs)
-    ]

@@ -15,7 +15,7 @@ from rich.progress import track
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from . import models  # noqa: F401 - registers the architectures
-from .data.logical_inference import Pair, generate, protocol
+from .data.logical_inference import Pair, generate, label_id, protocol
 from .data.pairs import FIRST_RELATION, PairDataset
 from .recipe import Recipe, load_recipe
 
@@ -163,51 +163,49 @@ def sweep(
     generated: int = 0,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """The knob: for each threshold the share of token-steps skipped, MACs per pair, seconds and accuracy.
-
-    The first row is threshold 1: nobody stops, the states mix as in training. Every setting is timed `repeats` times, turn by turn, and the
-    fastest counts. With `generated`, that many pairs of the exact generator (6 to 19 operators) are added.
-    """
+    """The knob on test sets, and on `generated` pairs of the exact generator (7 to 19 operators) as well."""
     loaded = load(checkpoint)
     if getattr(loaded.model.config, "policy", "fixed") == "fixed":
-        raise ValueError(
-            f"{loaded.folder} has a fixed depth; the threshold knob needs policy stick_breaking."
-        )
+        raise ValueError(f"{loaded.folder} has a fixed depth; the knob needs policy stick_breaking.")
     pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
     if generated:
         pairs += generate(generated, seed=1, min_operators=7)
-    full = full_depth(loaded.model)
-    settings = [{"threshold": one} for one in (1.0, *thresholds)]
+    return knob(loaded, pairs, thresholds, repeats)
+
+
+def knob(loaded: Loaded, pairs: Sequence[Pair], thresholds: Sequence[float], repeats: int) -> dict[str, Any]:
+    """For each threshold the share of token-steps skipped, MACs per pair, seconds and accuracy.
+
+    The first row is threshold 1: nobody stops, the states mix as in training. Every setting is timed `repeats`
+    times, turn by turn, and the fastest counts. Differences of accuracy are paired: right or wrong on the same
+    pairs as at full depth, in points, with a 95% bootstrap interval.
+    """
+    full, settings = full_depth(loaded.model), [1.0, *thresholds]
     said: list[list[Prediction]] = [[] for _ in settings]
     for turn in range(repeats):
-        for runs, knobs in zip(said, settings, strict=True):
-            runs.append(predict(loaded, pairs, progress=f"turn {turn + 1}, {knobs}", **knobs))
-    base, rows = said[0], []
-    labels = np.array(PairDataset(pairs, "classification").labels)
-    for runs, knobs in zip(said, settings, strict=True):
-        one, seconds = runs[0], min(run.seconds for run in runs)
-        # paired: right or wrong on the same pairs as at full depth
-        difference = (one.relations == labels) - (base[0].relations == labels).astype(float)
+        for runs, threshold in zip(said, settings, strict=True):
+            title = f"knob, turn {turn + 1} of {repeats}, threshold {threshold:g}"
+            runs.append(predict(loaded, pairs, progress=title, threshold=threshold))
+    base, rows = said[0][0], []
+    fastest = [min(run.seconds for run in runs) for runs in said]
+    labels = np.array([label_id(pair.relation) for pair in pairs])
+    random = np.random.default_rng(0)
+    for (one, *_), threshold, seconds in zip(said, settings, fastest, strict=True):
+        change = 100 * ((one.relations == labels).astype(float) - (base.relations == labels))
+        drawn = random.integers(len(pairs), size=(500, len(pairs)))
+        interval = np.percentile(change[drawn].mean(1), [2.5, 97.5])
         rows.append(
             {
-                "threshold": knobs["threshold"],
+                "threshold": threshold,
                 "steps": round(one.mean_steps, 3),
                 "steps_skipped": round(100 * (1 - one.mean_steps / full), 2),
                 "macs_per_pair": one.macs // len(pairs),
-                "macs_share": round(one.macs / base[0].macs, 4),
+                "macs_share": round(one.macs / base.macs, 4),
                 "seconds": round(seconds, 3),
-                "seconds_share": round(seconds / min(run.seconds for run in base), 4),
+                "seconds_share": round(seconds / fastest[0], 4),
                 "accuracy": round(one.accuracy(pairs), 2),
-                "difference": round(100 * difference.mean(), 2),
-                "difference_interval": [
-                    round(100 * bound, 2) for bound in _interval(difference, np.random.default_rng(0))
-                ],
+                "difference": round(change.mean(), 2),
+                "difference_interval": interval.round(2).tolist(),
             }
         )
     return {"pairs": len(pairs), "full_depth": full, "rows": rows}
-
-
-def _interval(values: np.ndarray, random: np.random.Generator, draws: int = 1000) -> tuple[float, float]:
-    """95% bootstrap interval of the mean."""
-    means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(draws)]
-    return tuple(np.percentile(means, [2.5, 97.5]))

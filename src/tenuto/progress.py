@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, trainer
+from transformers import TrainerCallback
 
 
 class TrainingProgress(TrainerCallback):
@@ -46,6 +44,13 @@ class TrainingProgress(TrainerCallback):
                 self.bar.stop()
                 self.bar = None
 
+    def __enter__(self) -> TrainingProgress:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:  # whatever happened, the terminal gets its cursor back
+            self.bar.stop()
+
     def on_train_begin(self, args, state, control, **_):
         self._task("training", state.max_steps)
 
@@ -81,24 +86,3 @@ class TrainingProgress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **_):
         self._close("training")
-
-    def stop(self) -> None:
-        """Takes the bar away, whatever happened."""
-        if self.bar is not None:
-            self.bar.stop()
-
-
-@contextmanager
-def training_progress() -> Iterator[TrainingProgress]:
-    """While open, new trainers show `TrainingProgress` in place of transformers' two displays."""
-    shown = TrainingProgress()
-    names = ("DEFAULT_PROGRESS_CALLBACK", "PrinterCallback")
-    before = {name: getattr(trainer, name) for name in names}
-    for name in names:
-        setattr(trainer, name, shown)
-    try:
-        yield shown
-    finally:
-        shown.stop()
-        for name, value in before.items():
-            setattr(trainer, name, value)

@@ -50,54 +50,6 @@ def _score(rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
-def _steps(parts: Sequence, full: int) -> dict[str, Any]:
-    """Mean, spread and histogram of steps."""
-    steps = np.concatenate(parts) if len(parts) and np.ndim(parts[0]) else np.array(parts)
-    shares = np.bincount(steps, minlength=full + 1)[1:] / len(steps)
-    spread = round(float(steps.std()), 3)
-    return {"mean": round(float(steps.mean()), 3), "spread": spread, "histogram": shares.round(4).tolist()}
-
-
-def knob(loaded, pairs: Sequence, thresholds: Sequence[float], repeats: int, full: int) -> dict[str, Any]:
-    """`tenuto sweep` on given pairs; every setting is timed turn by turn, the fastest counts."""
-    from .evaluate import predict
-
-    settings = [1.0, *thresholds]
-    said = [[] for _ in settings]
-    for turn in range(repeats):
-        for runs, threshold in zip(said, settings, strict=True):
-            title = f"knob, turn {turn + 1} of {repeats}, threshold {threshold:g}"
-            runs.append(predict(loaded, pairs, progress=title, threshold=threshold))
-    base, rows = said[0][0], []
-    fastest = [min(run.seconds for run in runs) for runs in said]
-    labels = np.array([_label(pair.relation) for pair in pairs])
-    for (one, *_), threshold, seconds in zip(said, settings, fastest, strict=True):
-        # paired: right or wrong on the same pairs as at full depth
-        change = 100 * ((one.relations == labels).astype(float) - (base.relations == labels))
-        half = 1.96 * change.std() / len(pairs) ** 0.5
-        rows.append(
-            {
-                "threshold": threshold,
-                "steps": round(one.mean_steps, 3),
-                "steps_skipped": round(100 * (1 - one.mean_steps / full), 2),
-                "macs_per_pair": one.macs // len(pairs),
-                "macs_share": round(one.macs / base.macs, 4),
-                "seconds": round(seconds, 3),
-                "seconds_share": round(seconds / fastest[0], 4),
-                "accuracy": round(one.accuracy(pairs), 2),
-                "difference": round(change.mean(), 2),
-                "difference_interval": [round(change.mean() - half, 2), round(change.mean() + half, 2)],
-            }
-        )
-    return {"pairs": len(pairs), "full_depth": full, "rows": rows}
-
-
-def _label(relation: str) -> int:
-    from .data.logical_inference import label_id
-
-    return label_id(relation)
-
-
 def measure(
     checkpoint: str | Path, limit: int = 500, thresholds: Sequence[float] = THRESHOLDS, repeats: int = 2
 ) -> dict[str, Any]:
@@ -110,8 +62,8 @@ def measure(
 
     from .data.logical_inference import RELATIONS, decode
     from .data.pairs import PairDataset
-    from .depths import KINDS
-    from .evaluate import full_depth, load, predict, test_sets
+    from .depths import KINDS, describe
+    from .evaluate import full_depth, knob, load, predict, test_sets
     from .expert_usage import expert_usage
 
     loaded = load(checkpoint)
@@ -164,11 +116,14 @@ def measure(
                                                   _owners(sets), strict=True) if one == name])
             for name in sets
         },
-        "by_operators": {key: {**_score(by_operators[key]), **_steps(steps[key], full)} for key in order},
+        "by_operators": {key: {
+                **_score(by_operators[key]),
+                **describe(np.concatenate(steps[key]), full),
+            } for key in order},
         "by_relation": relations,
-        "by_kind": {kind: _steps(by_kind[kind], full) for kind in dict.fromkeys(KINDS.values())},
-        "depth": _steps(said.depths, full),
-        "knob": knob(loaded, test, thresholds, repeats, full) if halting else None,
+        "by_kind": {kind: describe(np.array(by_kind[kind]), full) for kind in dict.fromkeys(KINDS.values())},
+        "depth": describe(np.concatenate(said.depths), full),
+        "knob": knob(loaded, test, thresholds, repeats) if halting else None,
         "experts": expert_usage(checkpoint, ["validation", *names], len(sampled)) if routers else None,
         "examples": _examples(pairs, answers, said.depths, data),
     }  # fmt: skip

@@ -7,11 +7,19 @@ import math
 import sys
 import time
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import models  # noqa: F401 - registers the architectures
@@ -139,17 +147,26 @@ def start_from(model, checkpoint: str) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def train(recipe: Recipe, output: str | Path, resume: bool = False) -> dict:
+def train(
+    recipe: Recipe, output: str | Path, resume: bool = False, progress: TrainerCallback | None = None
+) -> dict:
     """Runs a recipe into the folder `output`; with `resume`, goes on from its last checkpoint.
+
+    `progress` takes the place of transformers' own bars and printed dictionaries.
 
     The folder holds the final model, its tokenizer, the recipe, `training.json` (figures) and TensorBoard logs.
     """
     output = Path(output)
     last = get_last_checkpoint(output) if output.is_dir() else None
+    if (output / "training.json").is_file() and not resume:
+        raise FileExistsError(f"{output} holds a finished run; choose another --output.")
     if last and not resume:
         raise FileExistsError(
             f"{output} holds checkpoints of an earlier run; add --resume to go on, or choose another --output."
         )
+    unknown = sorted(set(recipe.training) - {field.name for field in fields(TrainingArguments)})
+    if unknown:
+        raise ValueError(f"training.{unknown[0]} is not an argument of transformers' TrainingArguments.")
     defaults = {
         "per_device_eval_batch_size": 256,
         "logging_steps": 50,
@@ -181,6 +198,10 @@ def train(recipe: Recipe, output: str | Path, resume: bool = False) -> dict:
         compute_metrics=accuracy,
         recipe=recipe,
     )
+    if progress is not None:
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(progress)
     output.mkdir(parents=True, exist_ok=True)
     recipe.save(output)
     wall, cpu = time.time(), time.process_time()

@@ -105,7 +105,7 @@ def _write_for_checkpoint(options, seconds: float, figures: dict) -> None:
 
 def train(options) -> Any:
     """Train what a recipe describes."""
-    from dataclasses import asdict, fields
+    from dataclasses import asdict
 
     from .recipe import load_recipe
 
@@ -118,20 +118,12 @@ def train(options) -> Any:
     if not options.output:
         raise UsageError("--output is missing: the folder for the model, its logs and checkpoints.")
     _quieten()
-    if (Path(options.output) / "training.json").is_file() and not options.resume:
-        raise FileExistsError(f"{options.output} holds a finished run; choose another --output.")
-    from transformers import TrainingArguments
-
-    from .progress import training_progress
+    from .progress import TrainingProgress
     from .train import train as run
 
-    unknown = sorted(set(recipe.training) - {field.name for field in fields(TrainingArguments)})
-    if unknown:
-        raise ValueError(f"training.{unknown[0]} is not an argument of transformers' TrainingArguments.")
-
     start = time.time()
-    with training_progress():
-        figures = run(recipe, options.output, options.resume)
+    with TrainingProgress() as progress:
+        figures = run(recipe, options.output, options.resume, progress)
     figures["accuracy"] = {"validation": round(figures["validation_accuracy"], 2)}
     seed = recipe.training.get("seed", 0)
     for path in {str(Path(options.output) / "result.json"), options.result} - {None}:

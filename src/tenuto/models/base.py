@@ -63,7 +63,7 @@ class AdaptiveConfig(PreTrainedConfig):
     label_smoothing: float = 0.0
 
     keys_to_ignore_at_inference = [
-        "losses", "last_hidden_state", "depths", "expected_depths", "decoder_depths",
+        "losses", "last_hidden_state", "depths", "expected_depths", "decoder_depths", "decoder_expected_depths",
         "compute", "routing", "balance",
     ]  # fmt: skip
 
@@ -121,7 +121,7 @@ class AdaptiveOutput(ModelOutput):
 
     loss: the task's loss plus the weighted auxiliary ones. losses: every term, unweighted, by name.
     depths: [B, T] steps executed per token; expected_depths: [B, T] the mean of the halting distribution.
-    decoder_depths: the same for the decoder. compute: `Ledger`, MACs by kind and K/V bytes per sequence.
+    decoder_depths, decoder_expected_depths: the same for the decoder. compute: `Ledger`, MACs by kind and K/V bytes per sequence.
     balance: router statistics by name (training, or `output_routing`). routing: see `StackOutput`.
     """
 
@@ -132,6 +132,7 @@ class AdaptiveOutput(ModelOutput):
     depths: Tensor | None = None
     expected_depths: Tensor | None = None
     decoder_depths: Tensor | None = None
+    decoder_expected_depths: Tensor | None = None
     compute: Any = None
     balance: dict | None = None
     routing: list | None = None

@@ -200,7 +200,8 @@ class Balance:
     def of(cls, dispatch: Dispatch, weight_N: Tensor) -> "Balance":
         """Statistics of one application; `weight_N` [N] are survival probabilities (detached here).
 
-        Detached: the balance of the experts must not be bought by halting early.
+        Detached: the weights of the statistic must not be moved to balance the experts. (The states that the
+        routers read still depend on halting.)
         """
         weight_N = weight_N.detach()
         p_NE = dispatch.probs

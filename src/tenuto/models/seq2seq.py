@@ -4,6 +4,8 @@ Depth policies work in both stacks, each with its own halting net. Keys and valu
 the encoder's final states; a tied decoder block makes them once for all its steps.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
 
     def __init__(self, config):
+        config = copy.deepcopy(config)  # the caller's may serve another head
         config.is_encoder_decoder = True
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -111,6 +114,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
             depths=source.depths,
             expected_depths=source.expected_depths,
             decoder_depths=target.depths,
+            decoder_expected_depths=target.expected_depths,
             compute=compute,
             balance=balance,
             routing={"encoder": source.routing, "decoder": target.routing} if output_routing else None,

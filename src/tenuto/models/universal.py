@@ -92,6 +92,10 @@ class UniversalStack(Stack):
         threshold: a number, or [B] one for each sequence; min_steps, max_steps: bounds of the depth. All default to
         the config's; max_steps may exceed it.
         """
+        if threshold is not None and self.config.policy == "fixed":
+            raise ValueError(
+                'threshold has nothing to stop with policy="fixed": every token runs every step.'
+            )
         threshold = self.config.halt_threshold if threshold is None else threshold
         min_steps = self.config.min_steps if min_steps is None else min_steps
         if max_steps is None:
