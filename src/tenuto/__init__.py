@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "preset": "presets",
     "PRESETS": "presets",
+    "build": "presets",
 }
 
 

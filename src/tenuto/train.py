@@ -44,12 +44,12 @@ class AdaptiveTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset=None):
         schedule, args = self.recipe.schedule, self.args
-        # the stream covers what all processes and accumulation steps take in the run
-        batch = args.per_device_train_batch_size * args.world_size
+        # a batch of the stream is what all processes and accumulation steps take in one step
+        processes = args.world_size * args.gradient_accumulation_steps
         return Curriculum(
             self.train_dataset,
-            args.max_steps * args.gradient_accumulation_steps,
-            batch,
+            args.max_steps,
+            args.per_device_train_batch_size * processes,
             args.seed,
             schedule.operators_from,
             schedule.operators_until,

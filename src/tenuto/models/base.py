@@ -121,7 +121,8 @@ class AdaptiveOutput(ModelOutput):
 
     loss: the task's loss plus the weighted auxiliary ones. losses: every term, unweighted, by name.
     depths: [B, T] steps executed per token; expected_depths: [B, T] the mean of the halting distribution.
-    decoder_depths, decoder_expected_depths: the same for the decoder. compute: `Ledger`, MACs by kind and K/V bytes per sequence.
+    decoder_depths, decoder_expected_depths: the same for the decoder.
+    compute: `Ledger`, MACs by kind and K/V bytes per sequence.
     balance: router statistics by name (training, or `output_routing`). routing: see `StackOutput`.
     """
 

@@ -1,0 +1,219 @@
+"""Training's own parts: optimizer, curriculum, augmentation, schedules, recipes, accumulation, casts, compile."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tenuto.data import logical_inference as logic
+from tenuto.data.pairs import FIRST_RELATION, Curriculum, PairDataset, tokenizer
+from tenuto.optim import MuonAdamW, muon_groups, orthogonalize
+from tenuto.presets import build, preset
+from tenuto.recipe import Data, Recipe, Schedule, load_recipe
+from tenuto.train import AdaptiveTrainer, start_from, train
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(ROOT.glob("recipes/**/*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return [one for n in range(1, 7) for one in logic.load_bin("train", n)[:60]]
+
+
+def tiny(**training) -> Recipe:
+    return Recipe(
+        preset="sut-tiny",
+        config={"vocab_size": 21},
+        data=Data(max_operators=2),
+        training={"max_steps": 4, "per_device_train_batch_size": 8, "save_strategy": "no", **training},
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 6, 10)])
+def test_orthogonalize_gives_singular_values_near_one(shape):
+    """Muon's iteration, for matrices wide and tall and for a stack of experts."""
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_other_weights_take_adamw_steps():
+    """The AdamW half equals PyTorch's."""
+    ours, theirs = (torch.nn.Linear(4, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    group = {"params": list(ours.parameters()), "muon": False, "lr": 0.01, "weight_decay": 0.1}
+    one = MuonAdamW([group], betas=(0.9, 0.98))
+    two = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
+    for _ in range(5):
+        x = torch.randn(6, 4)
+        for model, optimizer in ((ours, one), (theirs, two)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert_close(ours.weight, theirs.weight)
+    assert_close(ours.bias, theirs.bias)
+
+
+def test_muon_takes_the_block_matrices_and_nothing_else():
+    """Every parameter is in one group; embeddings, routers, halting nets and heads are AdamW's."""
+    model = build(preset("sut-tiny"))
+    muon, matrices, vectors = muon_groups(model, 0.01, 0.001, 0.1)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    taken = [names[id(weight)] for weight in muon["params"]]
+    assert len(names) == sum(len(group["params"]) for group in (muon, matrices, vectors))
+    assert {name.split(".")[-2] for name in taken} == {"query", "key", "value", "output", "up", "down"}
+    assert not any("router" in name or "policy" in name for name in taken)
+
+
+def test_augmented_pairs_keep_true_labels(pairs):
+    """Swapping and renaming: the relation recomputed from the tokens is the label given."""
+    data = PairDataset(pairs, "classification", swap=True, rename=True)
+    changed = 0
+    for index in range(len(pairs)):
+        item = data[(index, 1000 + index)]
+        tokens = logic.decode(item["ids"].tolist())
+        middle = tokens.index("#SEP#")
+        left, right = " ".join(tokens[1:middle]), " ".join(tokens[middle + 1 :])
+        assert logic.RELATIONS[item["label"]] == logic.relation(left, right)
+        assert item["segments"].sum() == len(tokens) - middle
+        changed += (left, right) != (pairs[index].left, pairs[index].right)
+        again = data[(index, 1000 + index)]
+        assert (again["ids"] == item["ids"]).all()
+    assert changed > 0.8 * len(pairs)
+    assert (
+        logic.decode(data[0]["ids"].tolist())[1:-1] == f"{pairs[0].left} #SEP# {pairs[0].right}".split()[:-1]
+    )
+
+
+def test_batches_pad_and_answer_with_relation_tokens(pairs):
+    """Classification labels are classes, text-to-text labels the relations' tokens."""
+    data, text = (PairDataset(pairs, head) for head in ("classification", "text-to-text"))
+    batch = data.collate([data[0], data[-1]])
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape
+    assert ((batch["input_ids"] == logic.PAD) == (batch["attention_mask"] == 0)).all()
+    answer = text.collate([text[0]])["labels"]
+    assert answer.shape == (1, 1) and answer.item() - FIRST_RELATION == data.labels[0]
+    said = tokenizer()(f"<bos> {pairs[0].left} #SEP# {pairs[0].right}")["input_ids"]
+    assert said == data[0]["ids"].tolist()
+
+
+def test_curriculum_rises_and_is_a_function_of_the_seed(pairs):
+    """From 2 operators to all at `until`, in batches of like length; the same seed gives the same run."""
+    data = PairDataset(pairs, "classification")
+    run = Curriculum(data, 400, 8, seed=3, start=2, until=0.5)
+    keys = list(run)
+    assert len(keys) == len(run) == 3200 and keys == list(run)
+    assert keys != list(Curriculum(data, 400, 8, seed=4, start=2, until=0.5))
+    most = [max(data.operators[index] for index, _ in keys[n * 400 : n * 400 + 400]) for n in range(8)]
+    assert most[0] == 2 and most[4:] == [6] * 4 and most == sorted(most)
+    spread = [np.ptp(data.lengths[[index for index, _ in keys[n : n + 8]]]) for n in range(1600, 3200, 8)]
+    assert np.mean(spread) < 0.3 * np.ptp(data.lengths)
+    assert [run.admitted(share) for share in (0, 0.11, 0.49, 0.5, 1)] == [2, 3, 6, 6, 6]
+
+
+def knobs_at(step: int, **schedule) -> dict:
+    """What the trainer passes to the model at a step of 100."""
+    trainer = object.__new__(AdaptiveTrainer)
+    trainer.recipe = Recipe("sut-tiny", schedule=Schedule(**schedule))
+    trainer.model = type("M", (), {"config": preset("sut-tiny", act_weight=0.5)})()
+    trainer.state = type("S", (), {"global_step": step})()
+    trainer.args = type("A", (), {"max_steps": 100})()
+    return trainer.knobs()
+
+
+def test_halting_starts_late_and_its_price_rises():
+    """halting_from and act_warmup, as shares of the run."""
+    plan = {"halting_from": 0.4, "act_warmup": 0.2}
+    assert knobs_at(39, **plan) == {"min_steps": 4}
+    assert knobs_at(50, **plan)["loss_weights"]["act"] == pytest.approx(0.25)
+    assert knobs_at(60, **plan)["loss_weights"]["act"] == pytest.approx(0.5)
+    assert knobs_at(99, **plan)["loss_weights"]["act"] == 0.5
+    assert knobs_at(0)["loss_weights"]["act"] == 0.5
+
+
+def test_nobody_is_asked_while_every_token_must_run_every_step(pairs):
+    """min_steps at the full depth is the fixed depth, to the last bit."""
+    data = PairDataset(pairs[:5], "classification")
+    batch = data.collate([data[n] for n in range(5)])
+    model = build(preset("sut-tiny")).eval()
+    fixed = build(preset("sut-tiny", policy="fixed", act_weight=0.0)).eval()
+    fixed.load_state_dict({k: v for k, v in model.state_dict().items() if ".policy." not in k})
+    out = model(**batch, min_steps=99)
+    assert torch.equal(out.logits, fixed(**batch).logits) and "halting" not in out.compute.macs
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_builds_its_model(path):
+    """The recipes that ship are of today's configs."""
+    recipe = load_recipe(path)
+    model = build(preset(recipe.preset, **recipe.config), recipe.head)
+    assert sum(p.numel() for p in model.parameters()) > 1000
+
+
+def test_start_from_refuses_another_config(tmp_path):
+    """Only the halting net may be missing; nothing may be left over."""
+    fixed = build(preset("sut-tiny", policy="fixed", act_weight=0.0))
+    fixed.save_pretrained(tmp_path)
+    halting = build(preset("sut-tiny"))
+    start_from(halting, str(tmp_path))
+    assert torch.equal(halting.stack.block.attention.key.weight, fixed.stack.block.attention.key.weight)
+    with pytest.raises(ValueError, match="another config"):
+        start_from(build(preset("ut-tiny")), str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        start_from(halting, str(tmp_path / "none"))
+
+
+def test_accumulation_equals_one_large_batch(tmp_path):
+    """Invariant 7: 4 micro-batches of 2 give the step of 1 batch of 8, task and ACT loss (equal lengths apart)."""
+    weights = []
+    for micro in (1, 4):
+        recipe = tiny(
+            max_steps=2,
+            per_device_train_batch_size=8 // micro,
+            gradient_accumulation_steps=micro,
+            max_grad_norm=0.0,
+            optim="sgd",
+            learning_rate=0.1,
+        )
+        recipe = replace(recipe, config={**recipe.config, "act_weight": 0.0, "balance_weight": 0.0})
+        train(recipe, tmp_path / str(micro))
+        from safetensors.torch import load_file
+
+        weights.append(load_file(tmp_path / str(micro) / "model.safetensors"))
+    for name, one in weights[0].items():
+        assert_close(one, weights[1][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_bfloat16_stays_near_float32(pairs):
+    """Casts: halting in float32 whatever the weights are; logits within the precision of bfloat16.
+
+    Without routers: an expert chosen by a hair may be another one after rounding.
+    """
+    data = PairDataset(pairs[:6], "classification")
+    batch = data.collate([data[n] for n in range(6)])
+    model = build(preset("ut-tiny", halt_bias=-9.0)).eval()
+    full = model(**batch, threshold=1.0)
+    half = model.to(torch.bfloat16)(**batch, threshold=1.0)
+    assert half.logits.dtype == torch.bfloat16 and half.expected_depths.dtype == torch.float32
+    assert_close(half.logits.float(), full.logits, atol=0.1, rtol=0.1)
+
+
+def test_compiled_equals_eager(pairs):
+    """torch.compile of the fixed-depth model without gathering: within 1e-5."""
+    data = PairDataset(pairs[:4], "classification")
+    ids = data.collate([data[0]])["input_ids"].repeat(2, 1)
+    model = build(preset("ut-tiny", policy="fixed", act_weight=0.0)).eval()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager")
+        assert_close(compiled(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_stream_is_cheap_to_skip(pairs):
+    """A resumed run walks through the keys it has seen; that must not build any item."""
+    data = PairDataset(pairs, "classification")
+    run = Curriculum(data, 10**6, 8, seed=0, start=6, until=0.0)
+    assert len(list(islice(run, 4000))) == 4000
