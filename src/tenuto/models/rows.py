@@ -136,8 +136,9 @@ class Rows:
         counts = self.per_sequence
         starts = counts.cumsum(0) - counts
         rank = torch.arange(len(self), device=self.device) - starts[self.sequence]
-        # frexp's exponent of 2c-1 is ceil(log2 c) + 1: counts 1 | 2 | 3-4 | 5-8 | ... fall into one level each
-        level = torch.frexp((2 * counts - 1).clamp(min=0).to(torch.float32)).exponent
+        # level 0 is the largest count down to more than its half, level 1 the next half, ...: like counts, which
+        # are the rule, make one group, wherever they lie
+        level = torch.log2(counts.max() / counts.clamp(min=1)).floor()
         levels = level[counts > 0].unique().tolist()
         groups = []
         for current in levels:
