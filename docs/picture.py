@@ -23,7 +23,7 @@ def draw(checkpoint: str, path: str) -> None:
         for n, one in enumerate(pairs)
         if 40 <= data.lengths[n] <= 56 and RELATIONS[said.relations[n]] == one.relation
     )
-    tokens, steps = decode(data[number]["ids"].tolist()), said.depths[number].tolist()
+    tokens, steps = decode(data[number]["ids"]), said.depths[number].tolist()
     scale = depth_scale(full_depth(loaded.model))
     x, y, parts = 0, 24, []
     for place, (token, step) in enumerate(zip(tokens, steps, strict=True)):

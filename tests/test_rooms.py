@@ -445,7 +445,20 @@ def test_worked_example_of_the_docstring():
     """
     weights, steps = reference.stick([0.6, 0.9, 0.5], 0.95, 1, 4)
     assert steps == 2 and weights == pytest.approx([0.6, 0.4])
-    assert sum(w * (i + 1) for i, w in enumerate(weights)) == pytest.approx(1.4)
+
+    class Told(StickBreaking):
+        def halt(self, h_Nd):
+            halted = h_Nd[:, 0]  # the state says its own â
+            return torch.log1p(-halted), halted.log()
+
+    policy = Told(preset("sut-tiny"))
+    first, second = (torch.tensor([[a, 1.0, 0.0]], dtype=double) for a in (0.6, 0.9))
+    state = policy.ask(policy.start(first), first, 1)
+    assert policy.go_on(state, 0.95).all()
+    assert_close(policy.combine(state, second), 0.6 * first + 0.4 * second)
+    asked = policy.ask(state, second, 2)
+    assert not policy.go_on(asked, 0.95).any()
+    assert policy.expected_depth(state, 2).item() == pytest.approx(1.4)
 
 
 def test_go_on_at_the_ends_of_the_threshold():

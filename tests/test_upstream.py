@@ -1,11 +1,16 @@
 """Canaries: each fails loudly when a workaround of ours is no longer needed, and names what to remove."""
 
 import importlib.metadata
+import tempfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry
+from transformers import Trainer, TrainingArguments
+
+from tenuto.models.base import AdaptivePreTrainedModel
+from tenuto.presets import build, preset
 
 aten = torch.ops.aten
 
@@ -62,11 +67,16 @@ def test_trainer_still_stops_dividing_when_forward_takes_keyword_arguments():
     """Without `accepts_loss_kwargs = False` the Trainer would not divide our mean losses when it
     accumulates.
     """
-    files = importlib.metadata.files("transformers")
-    trainer = next(f for f in files if str(f) == "transformers/trainer.py").read_text()
-    assert "accepts_loss_kwargs" in trainer, (
-        "Trainer no longer asks accepts_loss_kwargs: drop it in base.py, check accumulation."
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(output_dir=folder, report_to="none")
+        decided = {}
+        for wanted in (None, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if wanted is None:
+                    patch.delattr(AdaptivePreTrainedModel, "accepts_loss_kwargs")
+                model = build(preset("ut-tiny"))
+                decided[wanted] = Trainer(model=model, args=arguments).model_accepts_loss_kwargs
+    assert decided == {None: True, False: False}, "drop accepts_loss_kwargs in base.py if it changes nothing"
 
 
 def test_transformers_is_the_version_the_code_was_read_against():

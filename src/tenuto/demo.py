@@ -90,7 +90,8 @@ def _show(result: dict[str, Any]) -> None:
     live, checkpoint = result["live"], result["checkpoint"]
     print(
         f"\nTrained live in {live['seconds']:.0f} s: {live['accuracy']:.1f}% of {live['pairs']:,} validation"
-        f" pairs, always # gets {live['always_independent']:.1f}%."
+        f" pairs, {live['accuracy'] - live['always_independent']:+.1f} points beside always # at"
+        f" {live['always_independent']:.1f}%."
     )
     if checkpoint["shipped"]:
         print(f"\n{checkpoint['path']}: trained longer, by\n  {checkpoint['command']}")

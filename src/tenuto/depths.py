@@ -20,7 +20,7 @@ KINDS = {
 
 
 def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[str, Any]:
-    """Mean, spread and histogram of steps per token, by operator count and by kind of token.
+    """Mean, spread and histogram of steps per source token, by operator count and by kind of token.
 
     `collapsed` is true when the spread of the depths is below 0.1 steps: the policy decides nothing.
     """
@@ -31,10 +31,10 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
     by_operators, by_kind = defaultdict(list), defaultdict(list)
     for number, steps in enumerate(said.depths):
         by_operators[int(data.operators[number])].append(steps)
-        for token, step in zip(decode(data[number]["ids"].tolist()), steps, strict=True):
+        for token, step in zip(decode(data[number]["ids"]), steps, strict=True):
             by_kind[KINDS[token]].append(step)
     everything = np.concatenate(said.depths)
-    full = full_depth(loaded.model)
+    full = max(full_depth(loaded.model), int(everything.max()))  # max_steps may go beyond the config
     return {
         "pairs": len(pairs),
         "full_depth": full,
@@ -42,7 +42,11 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
         "by_operators": {
             key: describe(np.concatenate(value), full) for key, value in sorted(by_operators.items())
         },
-        "by_kind": {key: describe(np.array(by_kind[key]), full) for key in dict.fromkeys(KINDS.values())},
+        "by_kind": {
+            kind: describe(np.array(by_kind[kind]), full)
+            for kind in dict.fromkeys(KINDS.values())
+            if by_kind[kind]
+        },
         "collapsed": bool(everything.std() < 0.1),
     }
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from . import models  # noqa: F401 - registers the architectures
-from .data.logical_inference import Pair, generate, label_id, protocol
+from .data.logical_inference import RELATIONS, Pair, generate, label_id, protocol
 from .data.pairs import FIRST_RELATION, PairDataset
 from .recipe import Recipe, load_recipe
 
@@ -48,7 +48,8 @@ def load(checkpoint: str | Path) -> Loaded:
             f"The weights in {folder} are of another config than its config.json: {len(unfit)} do not fit"
             f" ({', '.join(unfit[:3])})."
         )
-    return Loaded(model.eval(), recipe, folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Loaded(model.eval().to(device), recipe, folder)
 
 
 def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]]:
@@ -78,8 +79,7 @@ class Prediction:
 
     def accuracy(self, pairs: Sequence[Pair]) -> float:
         """Percent right."""
-        labels = PairDataset(pairs, "classification").labels
-        return 100 * float(np.mean(self.relations == np.array(labels)))
+        return 100 * float(np.mean(self.relations == np.array([label_id(one.relation) for one in pairs])))
 
     @property
     def mean_steps(self) -> float:
@@ -105,22 +105,34 @@ def predict(loaded: Loaded, pairs: Sequence[Pair], progress: str | None = None, 
     hidden = progress is None or not bar.is_terminal
     for start in track(starts, progress or "", console=bar, transient=True, disable=hidden):
         places = order[start : start + BATCH]
-        batch = data.collate([data[int(place)] for place in places])
-        labels = batch.pop("labels")
-        if data.text:
-            batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
-        before = time.perf_counter()
+        batch = question(loaded, data, places)
+        before = _now(loaded.model.device)
         out = loaded.model(**batch, **knobs)
-        seconds += time.perf_counter() - before
+        seconds += _now(loaded.model.device) - before
         macs += out.compute.total
         answer = out.logits.argmax(-1)
         if data.text:
             answer = answer[:, 0] - FIRST_RELATION
-            answer = torch.where((answer >= 0) & (answer < 7), answer, -1)
-        relations[places] = answer.numpy()
-        for place, row, mask in zip(places, out.depths, batch["attention_mask"], strict=True):
+            answer = torch.where((answer >= 0) & (answer < len(RELATIONS)), answer, -1)
+        relations[places] = answer.cpu().numpy()
+        for place, row, mask in zip(places, out.depths.cpu(), batch["attention_mask"].cpu(), strict=True):
             depths[place] = row[mask.bool()].numpy()
     return Prediction(relations, depths, macs, seconds)
+
+
+def question(loaded: Loaded, data: PairDataset, places: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The pairs at `places` as inputs of the model, without their answers."""
+    batch = data.collate([data[int(place)] for place in places])
+    labels = batch.pop("labels")
+    if data.text:
+        batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
+    return {name: value.to(loaded.model.device) for name, value in batch.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def evaluate(
@@ -167,13 +179,16 @@ def sweep(
     loaded = load(checkpoint)
     if getattr(loaded.model.config, "policy", "fixed") == "fixed":
         raise ValueError(f"{loaded.folder} has a fixed depth; the knob needs policy stick_breaking.")
-    pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
+    sets = test_sets(loaded.recipe, names)
     if generated:
-        pairs += generate(generated, seed=1, min_operators=7)
-    return knob(loaded, pairs, thresholds, repeats)
+        sets["generated"] = generate(generated, seed=1, min_operators=7)
+    figures = knob(loaded, sets, thresholds, repeats)
+    return {"accuracy": figures["rows"][0]["accuracy_by_set"], **figures}
 
 
-def knob(loaded: Loaded, pairs: Sequence[Pair], thresholds: Sequence[float], repeats: int) -> dict[str, Any]:
+def knob(
+    loaded: Loaded, sets: dict[str, Sequence[Pair]], thresholds: Sequence[float], repeats: int
+) -> dict[str, Any]:
     """For each threshold the share of token-steps skipped, MACs per pair, seconds and accuracy.
 
     The first row is threshold 1: nobody stops, the states mix as in training. Every setting is timed `repeats`
@@ -181,6 +196,8 @@ def knob(loaded: Loaded, pairs: Sequence[Pair], thresholds: Sequence[float], rep
     pairs as at full depth, in points, with a 95% bootstrap interval.
     """
     full, settings = full_depth(loaded.model), [1.0, *thresholds]
+    pairs = [one for group in sets.values() for one in group]
+    owner = np.repeat(list(sets), [len(group) for group in sets.values()])
     said: list[list[Prediction]] = [[] for _ in settings]
     for turn in range(repeats):
         for runs, threshold in zip(said, settings, strict=True):
@@ -191,7 +208,8 @@ def knob(loaded: Loaded, pairs: Sequence[Pair], thresholds: Sequence[float], rep
     labels = np.array([label_id(pair.relation) for pair in pairs])
     random = np.random.default_rng(0)
     for (one, *_), threshold, seconds in zip(said, settings, fastest, strict=True):
-        change = 100 * ((one.relations == labels).astype(float) - (base.relations == labels))
+        right = one.relations == labels
+        change = 100 * (right.astype(float) - (base.relations == labels))
         drawn = random.integers(len(pairs), size=(500, len(pairs)))
         interval = np.percentile(change[drawn].mean(1), [2.5, 97.5])
         rows.append(
@@ -203,7 +221,8 @@ def knob(loaded: Loaded, pairs: Sequence[Pair], thresholds: Sequence[float], rep
                 "macs_share": round(one.macs / base.macs, 4),
                 "seconds": round(seconds, 3),
                 "seconds_share": round(seconds / fastest[0], 4),
-                "accuracy": round(one.accuracy(pairs), 2),
+                "accuracy": round(100 * right.mean(), 2),
+                "accuracy_by_set": {name: round(100 * right[owner == name].mean(), 2) for name in sets},
                 "difference": round(change.mean(), 2),
                 "difference_interval": interval.round(2).tolist(),
             }

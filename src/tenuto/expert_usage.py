@@ -11,7 +11,7 @@ import torch
 
 from .data.logical_inference import VOCABULARY
 from .data.pairs import PairDataset
-from .evaluate import BATCH, load, test_sets
+from .evaluate import BATCH, load, question, test_sets
 
 
 @torch.inference_mode()
@@ -29,18 +29,15 @@ def expert_usage(checkpoint: str | Path, names: Sequence[str] = (), limit: int =
     order = np.argsort(data.lengths, kind="stable")
     counts: dict[str, np.ndarray] = {}
     for start in range(0, len(pairs), BATCH):
-        batch = data.collate([data[int(place)] for place in order[start : start + BATCH]])
-        labels = batch.pop("labels")
-        if data.text:
-            batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
+        batch = question(loaded, data, order[start : start + BATCH])
         out = loaded.model(**batch, output_routing=True)
         routing = out.routing["encoder"] if data.text else out.routing
-        ids = batch["input_ids"].flatten().numpy()
+        ids = batch["input_ids"].flatten().cpu().numpy()
         for _, name, places, experts, _ in routing:
             total = _experts(loaded.model.config, name)
             table = counts.setdefault(name, np.zeros((len(VOCABULARY), total), int))
-            tokens = ids[places.numpy()][:, None].repeat(experts.shape[1], 1)
-            np.add.at(table, (tokens, experts.numpy()), 1)
+            tokens = ids[places.cpu().numpy()][:, None].repeat(experts.shape[1], 1)
+            np.add.at(table, (tokens, experts.cpu().numpy()), 1)
     if not counts:
         raise ValueError(f"{loaded.folder} has no routers: its model is dense.")
     return {"pairs": len(pairs), "routers": {name: _describe(table) for name, table in counts.items()}}

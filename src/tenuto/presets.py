@@ -47,7 +47,7 @@ _TINY = {
 }  # fmt: skip
 _UT_NOTE = (
     "The published UT rows follow no rule we could find: six passes of a 45M block at 10 tokens are 2.9G"
-    " (base) and 5.4G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
+    " (base) and 5.3G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
 )
 
 PRESETS: dict[str, Preset] = {

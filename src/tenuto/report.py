@@ -73,7 +73,7 @@ def measure(
     room = {name: 3 * limit if name == "validation" else limit for name in every}
     sets = {name: Random(0).sample(group, min(room[name], len(group))) for name, group in every.items()}
     pairs = [one for group in sets.values() for one in group]
-    test = [one for name in names for one in sets[name]]
+    tests = {name: sets[name] for name in names}
     said = predict(loaded, pairs, progress="accuracy and depth")
     full, config = full_depth(loaded.model), loaded.model.config
     answers = [RELATIONS[one] if one >= 0 else "?" for one in said.relations]
@@ -84,7 +84,7 @@ def measure(
         by_operators[key].append((pair.relation, answer))
         by_relation[pair.relation].append((pair.relation, answer))
         steps[key].append(said.depths[number])
-        for token, step in zip(decode(data[number]["ids"].tolist()), said.depths[number], strict=True):
+        for token, step in zip(decode(data[number]["ids"]), said.depths[number], strict=True):
             by_kind[KINDS[token]].append(step)
     order = sorted(by_operators, key=lambda key: int(key.rstrip("+")))
     relations = {}
@@ -92,7 +92,7 @@ def measure(
         wrong = Counter(answer for truth, answer in by_relation[one] if truth != answer)
         if by_relation[one]:
             relations[one] = {**_score(by_relation[one]), "taken_for": dict(wrong.most_common(2))}
-    sampled = sets["validation"] + test
+    looked_at = sum(len(group) for group in sets.values())
     training = Path(checkpoint) / "training.json"
     halting = getattr(config, "policy", "fixed") != "fixed"
     routers = max(config.attention_experts, config.ffn_experts) > 1
@@ -121,10 +121,12 @@ def measure(
                 **describe(np.concatenate(steps[key]), full),
             } for key in order},
         "by_relation": relations,
-        "by_kind": {kind: describe(np.array(by_kind[kind]), full) for kind in dict.fromkeys(KINDS.values())},
+        "by_kind": {
+            kind: describe(np.array(by_kind[kind]), full) for kind in dict.fromkeys(KINDS.values()) if by_kind[kind]
+        },
         "depth": describe(np.concatenate(said.depths), full),
-        "knob": knob(loaded, test, thresholds, repeats) if halting else None,
-        "experts": expert_usage(checkpoint, ["validation", *names], len(sampled)) if routers else None,
+        "knob": knob(loaded, tests, thresholds, repeats) if halting else None,
+        "experts": expert_usage(checkpoint, ["validation", *names], looked_at) if routers else None,
         "examples": _examples(pairs, answers, said.depths, data),
     }  # fmt: skip
 
@@ -156,7 +158,7 @@ def _examples(pairs, answers, depths, data) -> list[dict[str, Any]]:
     chosen += best(False, wanted) or best(False, counts)
     return [
         {
-            "tokens": decode(data[n]["ids"].tolist()),
+            "tokens": decode(data[n]["ids"]),
             "steps": depths[n].tolist(),
             "relation": pairs[n].relation,
             "answer": answers[n],

@@ -27,7 +27,7 @@ from .data.logical_inference import protocol
 from .data.pairs import Curriculum, PairDataset, tokenizer
 from .optim import MuonAdamW, muon_groups
 from .presets import build, preset
-from .recipe import Recipe
+from .recipe import Recipe, load_recipe
 
 
 class NonFiniteLoss(RuntimeError):
@@ -40,6 +40,8 @@ class AdaptiveTrainer(Trainer):
     def __init__(self, *args, recipe: Recipe, **kwargs):
         self.recipe = recipe
         self.sums, self.counts = defaultdict(float), defaultdict(int)
+        self.totals: dict[str, float] = {}
+        self.cpu = time.process_time()
         super().__init__(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset=None):
@@ -59,7 +61,8 @@ class AdaptiveTrainer(Trainer):
         rate, args = self.recipe.muon_learning_rate, self.args
         if rate and self.optimizer is None:
             groups = muon_groups(self.model, rate, args.learning_rate, args.weight_decay)
-            self.optimizer = MuonAdamW(groups, betas=(args.adam_beta1, args.adam_beta2))
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = MuonAdamW(groups, betas=betas, eps=args.adam_epsilon)
         return super().create_optimizer(model)
 
     def knobs(self) -> dict:
@@ -75,8 +78,20 @@ class AdaptiveTrainer(Trainer):
         rise = 1.0 if warm == 0 else min(1.0, (share - schedule.halting_from) / warm)
         return {"loss_weights": {"act": config.act_weight * rise}}
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [_counts(batch) for batch in batches]
+        self.totals = {term: sum(one[term] for one in counts) / len(counts) for term in counts[0]}
+        return batches, items
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        out = model(**inputs, **self.knobs())
+        knobs = self.knobs()
+        if model.training and self.args.gradient_accumulation_steps > 1:
+            # means over the accumulated batch, not means of the micro-batches' means
+            weights = {"task": 1.0, **model.config.loss_weights(), **knobs.get("loss_weights", {})}
+            shares = {term: count / self.totals[term] for term, count in _counts(inputs).items()}
+            knobs["loss_weights"] = {name: w * shares.get(name, 1.0) for name, w in weights.items()}
+        out = model(**inputs, **knobs)
         if model.training:
             self._track(out, inputs)
         return (out.loss, out) if return_outputs else out.loss
@@ -119,7 +134,20 @@ class AdaptiveTrainer(Trainer):
             }
             self.sums.clear()
             self.counts.clear()
+        # a resumed run adds to what its history says
+        spent = [row["cpu_seconds"] for row in self.state.log_history if "cpu_seconds" in row]
+        now = time.process_time()
+        logs["cpu_seconds"] = (spent[-1] if spent else 0.0) + now - self.cpu
+        self.cpu = now
         super().log(logs, start_time)
+
+
+def _counts(inputs: dict) -> dict[str, float]:
+    """What the terms of the loss are means over: labels, and tokens of the source."""
+    return {
+        "task": (inputs["labels"] != -100).sum().item(),
+        "act": inputs["attention_mask"].sum().item(),
+    }
 
 
 def accuracy(prediction) -> dict[str, float]:
@@ -138,13 +166,25 @@ def start_from(model, checkpoint: str) -> None:
     weights = load_file(file)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, tensor in weights.items() if shapes.get(name) != tensor.shape]
-    missing = [name for name in shapes if name not in weights and ".policy." not in name]
+    tied = getattr(model, "all_tied_weights_keys", {})
+    missing = [name for name in shapes if name not in weights and name not in tied and ".policy." not in name]
     if wrong or missing:
         raise ValueError(
             f"{checkpoint} is of another config: {len(wrong)} weights do not fit"
             f" ({', '.join(wrong[:3]) or 'none'}), {len(missing)} are missing ({', '.join(missing[:3]) or 'none'})."
         )
     model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+
+
+def _same_recipe(recipe: Recipe, output: Path) -> None:
+    """Refuses to go on with another recipe than the run began with, naming what differs."""
+    began, now = load_recipe(output / "recipe.yaml"), recipe
+    for key in ("preset", "head", "config", "data", "schedule", "start", "muon_learning_rate", "training"):
+        if getattr(began, key) != getattr(now, key):
+            raise ValueError(
+                f"{output} was begun with another {key} ({getattr(began, key)}); a resumed run keeps its recipe."
+            )
 
 
 def train(
@@ -164,6 +204,18 @@ def train(
         raise FileExistsError(
             f"{output} holds checkpoints of an earlier run; add --resume to go on, or choose another --output."
         )
+    if last and resume:
+        _same_recipe(recipe, output)
+    refused = sorted(
+        {"output_dir", "label_smoothing_factor", "train_sampling_strategy"} & set(recipe.training)
+    )
+    if refused:
+        raise ValueError(
+            f"training.{refused[0]} has no effect here: the folder is --output, smoothing is"
+            " config.label_smoothing, and the curriculum draws the batches."
+        )
+    if recipe.muon_learning_rate and "optim" in recipe.training:
+        raise ValueError("training.optim and muon_learning_rate both choose the optimizer; give one of them.")
     unknown = sorted(set(recipe.training) - {field.name for field in fields(TrainingArguments)})
     if unknown:
         raise ValueError(f"training.{unknown[0]} is not an argument of transformers' TrainingArguments.")
@@ -178,6 +230,7 @@ def train(
         "disable_tqdm": not sys.stderr.isatty(),
     }
     args = TrainingArguments(output_dir=str(output), **{**defaults, **recipe.training})
+    args._n_gpu = min(args.n_gpu, 1)  # several GPUs by torchrun; DataParallel cannot gather a ledger
     set_seed(args.seed)
     model = build(preset(recipe.preset, **recipe.config), recipe.head)
     if recipe.start:
@@ -203,10 +256,13 @@ def train(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(progress)
     output.mkdir(parents=True, exist_ok=True)
-    recipe.save(output)
-    wall, cpu = time.time(), time.process_time()
+    if trainer.is_world_process_zero():
+        recipe.save(output)
+    wall = time.time()
     trainer.train(resume_from_checkpoint=last)
-    seconds = {"wall": time.time() - wall, "cpu": time.process_time() - cpu}
+    spent = [row["cpu_seconds"] for row in trainer.state.log_history if "cpu_seconds" in row]
+    # wall clock of this call; processor time of all calls, evaluation during training included
+    seconds = {"wall": time.time() - wall, "cpu": spent[-1] if spent else 0.0}
     metrics = trainer.evaluate()
     trainer.save_model()
     figures = {
@@ -219,5 +275,6 @@ def train(
             for row in trainer.state.log_history
         ],
     }
-    (output / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if trainer.is_world_process_zero():
+        (output / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
     return figures

@@ -73,11 +73,15 @@ def _knobs(options) -> dict[str, Any]:
     if "threshold" in chosen:
         _in_unit([chosen["threshold"]])
     config = Path(options.checkpoint) / "config.json"
-    if chosen and config.is_file() and json.loads(config.read_text()).get("policy", "fixed") == "fixed":
-        raise ValueError(
-            f"{options.checkpoint} has a fixed depth, so --{next(iter(chosen))} has nothing to set;"
-            " it needs policy stick_breaking."
-        )
+    settings = json.loads(config.read_text()) if config.is_file() else {}
+    if settings.get("policy", "fixed") == "fixed":
+        # a loop of fixed depth can still be cut short or run longer
+        useless = [name for name in chosen if name != "max_steps" or "num_loops" not in settings]
+        if useless and settings:
+            raise ValueError(
+                f"{options.checkpoint} has a fixed depth, so --{useless[0]} has nothing to set;"
+                " it needs policy stick_breaking."
+            )
     return chosen
 
 
@@ -257,6 +261,11 @@ def experts(options) -> Any:
             ]
             title = f"\n{name}: entropy {router['entropy']:.3f} of 1, {len(router['dead'])} never used"
             table(title, ("expert", "usage %", "most specific tokens (PMI, nats)"), rows)
+            counts = router["counts"]
+            lines = [
+                (token, *(f"{100 * n / max(1, sum(row)):.0f}" for n in row)) for token, row in counts.items()
+            ]
+            table("% of a token's assignments", ("token", *map(str, range(len(rows)))), lines)
 
     return figures, show
 

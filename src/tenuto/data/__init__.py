@@ -1,1 +1,1 @@
-"""Tasks and data sets: each module stands alone and imports neither a model nor a framework."""
+"""Tasks and data sets, and what turns them into batches (pairs.py); the tasks themselves import no framework."""

@@ -10,63 +10,51 @@ from torch.utils.data import Dataset, Sampler
 
 from . import logical_inference as logic
 
-_SWAPPED = [logic.RELATIONS.index({"<": ">", ">": "<"}.get(one, one)) for one in logic.RELATIONS]
-_VARIABLES = np.array([logic.VOCABULARY.index(one) for one in logic.VARIABLES])
-
 
 class PairDataset(Dataset):
     """Pairs as token ids `<bos> left #SEP# right`, with segments 0 and 1, and the relation as label.
 
     An item is asked for by index, or by (index, draw): then the augmentations are drawn from `draw`, so that the
-    same draw gives the same item in a resumed run.
+    same draw gives the same item in a resumed run. `swap` exchanges the sentences of half of the draws, `rename`
+    permutes the variables' names.
     """
 
     def __init__(self, pairs: Sequence[logic.Pair], head: str, swap=False, rename=False):
-        self.swap, self.rename, self.text = swap, rename, head == "text-to-text"
-        words = {token: number for number, token in enumerate(logic.VOCABULARY)}
-        self.sides = [
-            tuple(np.array([words[token] for token in side.split()]) for side in (one.left, one.right))
-            for one in pairs
-        ]
-        self.labels = [logic.label_id(one.relation) for one in pairs]
+        self.pairs, self.head, self.swap, self.rename = pairs, head, swap, rename
+        self.text = head == "text-to-text"
         self.operators = np.array([one.operators for one in pairs])
-        self.lengths = np.array([len(left) + len(right) + 2 for left, right in self.sides])
+        self.lengths = np.array([len(one.left.split()) + len(one.right.split()) + 2 for one in pairs])
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.pairs)
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict:
         index, draw = key if isinstance(key, tuple) else (key, None)
-        (left, right), label = self.sides[index], self.labels[index]
+        pair = self.pairs[index]
         if draw is not None and (self.swap or self.rename):
             random = np.random.default_rng(draw)
             if self.swap and random.random() < 0.5:
-                left, right, label = right, left, _SWAPPED[label]
+                pair = logic.swap(pair)
             if self.rename:
-                table = np.arange(len(logic.VOCABULARY))
-                table[_VARIABLES] = random.permutation(_VARIABLES)
-                left, right = table[left], table[right]
-        ids = np.concatenate([[logic.BOS], left, [logic.SEP], right])
-        segments = np.zeros_like(ids)
-        segments[len(left) + 1 :] = 1
-        return {"ids": ids, "segments": segments, "label": label}
+                pair = logic.rename(pair, random.permutation(logic.VARIABLES).tolist())
+        ids, target = logic.encode(pair, self.head, bos=True)
+        return {"ids": ids, "label": target[0]}
 
     def collate(self, items: list[dict]) -> dict[str, torch.Tensor]:
-        """Items -> padded batch: input_ids, attention_mask, token_type_ids [B, T]; labels [B] or, as text, [B, 1]."""
+        """Items -> padded batch.
+
+        input_ids, attention_mask (1 at tokens), token_type_ids (1 from #SEP# on): [B, T]; labels: [B], or [B, 1] as
+        text.
+        """
         length = max(len(item["ids"]) for item in items)
-        ids = np.full((len(items), length), logic.PAD)
-        mask, segments = np.zeros_like(ids), np.zeros_like(ids)
-        for row, item in enumerate(items):
-            n = len(item["ids"])
-            ids[row, :n], segments[row, :n], mask[row, :n] = item["ids"], item["segments"], 1
+        ids = torch.tensor([item["ids"] + [logic.PAD] * (length - len(item["ids"])) for item in items])
+        mask = (ids != logic.PAD).long()
         labels = torch.tensor([item["label"] for item in items])
-        if self.text:
-            labels = (labels + FIRST_RELATION).unsqueeze(1)
         return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "token_type_ids": torch.from_numpy(segments),
-            "labels": labels,
+            "input_ids": ids,
+            "attention_mask": mask,
+            "token_type_ids": (ids == logic.SEP).long().cumsum(1) * mask,
+            "labels": labels.unsqueeze(1) if self.text else labels,
         }
 
 

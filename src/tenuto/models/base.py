@@ -142,7 +142,6 @@ class AdaptiveOutput(ModelOutput):
 class AdaptivePreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by every architecture."""
 
-    base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -174,6 +173,13 @@ class AdaptivePreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         if getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
+
+    @staticmethod
+    def refuse(unknown: dict) -> None:
+        """Arguments that a forward does not know; transformers' own bookkeeping passes."""
+        names = sorted(set(unknown) - {"return_dict", "num_items_in_batch"})
+        if names:
+            raise TypeError(f"The model takes no argument {', '.join(names)}.")
 
     def auxiliary(self, balance: dict) -> dict[str, Tensor]:
         """The balance loss over every router; {} without routers, and in evaluation, whatever it reports."""

@@ -35,8 +35,8 @@ class RMSNorm(nn.RMSNorm):
     """PyTorch's, which has a fused kernel on GPUs only; on a CPU `FusedRMS`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        full = x.dtype == self.weight.dtype and x.dtype.itemsize >= 4
-        if x.is_cpu and full and not torch.compiler.is_compiling():
+        x = x.to(self.weight.dtype)  # autocast hands in half precision; norms stay in the weights'
+        if x.is_cpu and x.dtype.itemsize >= 4 and not torch.compiler.is_compiling():
             return FusedRMS.apply(x, self.weight, self.eps)
         return super().forward(x)
 

@@ -65,7 +65,8 @@ class Dispatch:
     def combine(self, rows: Tensor) -> Tensor:
         """[N*k, n] sorted by expert -> [N, n], the gate-weighted sum of Eq. 1."""
         places = self.inverse.view(self.experts.shape)
-        return F.embedding_bag(places, rows, mode="sum", per_sample_weights=self.gates)
+        gates = self.gates.to(rows.dtype)
+        return F.embedding_bag(places, rows, mode="sum", per_sample_weights=gates)
 
 
 class Router(nn.Module):
@@ -110,6 +111,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     PyTorch's grouped matmul where it works (fp32, fp16, bf16; row strides of 16 bytes); else one product an expert.
     The weights are unbound, not indexed: indexing would build a full-size zero gradient for every expert.
     """
+    weight = weight.to(rows.dtype)  # they differ under autocast
     size = rows.element_size()
     aligned = all(n * size % 16 == 0 for n in weight.shape[1:])
     if len(rows) and aligned and rows.dtype != torch.float64 and not torch.compiler.is_compiling():
@@ -203,8 +205,9 @@ class Balance:
         Detached: the weights of the statistic must not be moved to balance the experts. (The states that the
         routers read still depend on halting.)
         """
-        weight_N = weight_N.detach()
-        p_NE = dispatch.probs
+        # thousands of tokens are summed: half precision would stop counting at 256
+        wide = torch.promote_types(dispatch.probs.dtype, torch.float32)
+        weight_N, p_NE = weight_N.detach().to(wide), dispatch.probs.to(wide)
         plogp = (p_NE * p_NE.clamp(min=torch.finfo(p_NE.dtype).tiny).log()).sum(-1)
         assigned = torch.zeros_like(p_NE[0]).detach()
         chosen = dispatch.experts.shape[1]

@@ -59,6 +59,8 @@ class EncoderModel(AdaptivePreTrainedModel):
     """Token ids -> states of every token. Subclasses name the architecture's config and stack."""
 
     def __init__(self, config):
+        if config.is_encoder_decoder:
+            raise ValueError("This config is an encoder-decoder's; load it with AutoModelForSeq2SeqLM.")
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embeddings = Embeddings(config)
@@ -80,12 +82,13 @@ class EncoderModel(AdaptivePreTrainedModel):
         min_steps: int | None = None,
         max_steps: int | None = None,
         output_routing: bool = False,
-        **_,
+        **unknown,
     ) -> AdaptiveOutput:
         """[B, T] ids and mask (1 at tokens) -> `AdaptiveOutput` with last_hidden_state [B, T, d].
 
         threshold (a number, or [B]), min_steps and max_steps: the depth knobs of this call.
         """
+        self.refuse(unknown)
         mask = token_mask(input_ids, attention_mask)
         out = self.stack(
             self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids),
@@ -110,7 +113,7 @@ def act_loss(expected_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
     return expected_BT.mean() if mask_BT is None else expected_BT[mask_BT].mean()
 
 
-class SequenceClassifier(AdaptivePreTrainedModel):
+class SequenceClassifier(EncoderModel):
     """Encoder, pooled states, classifier.
 
     Pooling "first" takes the first token, "mean" the mean over tokens; a linear map follows. "pair" takes u and v,
@@ -119,23 +122,12 @@ class SequenceClassifier(AdaptivePreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embeddings = Embeddings(config)
-        self.stack = self.stack_class(config)
-        size = config.hidden_size
+        size, wide = config.hidden_size, 2 * config.hidden_size
+        layers = [nn.Linear(size, config.num_labels)]
         if config.classifier_pooling == "pair":
-            self.classifier = nn.Sequential(
-                nn.Linear(4 * size, 2 * size), nn.GELU(), nn.Linear(2 * size, config.num_labels)
-            )
-        else:
-            self.classifier = nn.Sequential(nn.Linear(size, config.num_labels))
+            layers = [nn.Linear(4 * size, wide), nn.GELU(), nn.Linear(wide, config.num_labels)]
+        self.classifier = nn.Sequential(*layers)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
 
     def forward(
         self,
@@ -148,22 +140,24 @@ class SequenceClassifier(AdaptivePreTrainedModel):
         max_steps: int | None = None,
         output_routing: bool = False,
         loss_weights: dict[str, float] | None = None,
-        **_,
+        **unknown,
     ) -> AdaptiveOutput:
         """[B, T] ids -> logits [B, num_labels]; with labels [B], the loss.
 
         loss_weights overrides the config's weights of the auxiliary terms for this call (schedules use it).
         """
-        mask = token_mask(input_ids, attention_mask)
-        out = self.stack(
-            self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids),
-            mask,
-            threshold=threshold,
-            min_steps=min_steps,
-            max_steps=max_steps,
-            output_routing=output_routing,
+        out = super().forward(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            threshold,
+            min_steps,
+            max_steps,
+            output_routing,
+            **unknown,
         )
-        logits = self.classifier(self._pool(out.hidden, mask, token_type_ids))
+        mask = token_mask(input_ids, attention_mask)
+        logits = self.classifier(self._pool(out.last_hidden_state, mask, token_type_ids))
         cost = sum(part.weight.numel() for part in self.classifier if isinstance(part, nn.Linear))
         out.compute.add("head", torch.ones_like(out.depths[:, 0]), cost)
         losses, loss = None, None
@@ -172,16 +166,7 @@ class SequenceClassifier(AdaptivePreTrainedModel):
             losses = {"task": task, "act": act_loss(out.expected_depths, mask)}
             losses |= self.auxiliary(out.balance)
             loss = self.weigh(losses, loss_weights)
-        return AdaptiveOutput(
-            loss=loss,
-            logits=logits,
-            losses=losses,
-            depths=out.depths,
-            expected_depths=out.expected_depths,
-            compute=out.compute,
-            balance=out.balance,
-            routing=out.routing,
-        )
+        return AdaptiveOutput(**{**out, "loss": loss, "logits": logits, "losses": losses})
 
     def _pool(self, hidden_BTd: Tensor, mask_BT: Tensor | None, segments_BT: Tensor | None) -> Tensor:
         pooling = self.config.classifier_pooling

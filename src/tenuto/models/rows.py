@@ -98,7 +98,9 @@ class Rows:
 
     def value_of(self, per_sequence: Tensor | float) -> Tensor | float:
         """[B] one value a sequence -> [N] one a row; a plain number stays one."""
-        return per_sequence[self.sequence] if torch.is_tensor(per_sequence) else per_sequence
+        if not torch.is_tensor(per_sequence):
+            return per_sequence
+        return per_sequence.to(self.device)[self.sequence]
 
     def pack(self, grid: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""

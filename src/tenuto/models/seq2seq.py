@@ -58,7 +58,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
         max_steps: int | None = None,
         output_routing: bool = False,
         loss_weights: dict[str, float] | None = None,
-        **_,
+        **unknown,
     ) -> AdaptiveOutput:
         """[B, S] source ids, [B, T] target ids -> logits [B, T, V]; with labels [B, T] (-100: none), the loss."""
         if decoder_input_ids is None:
@@ -75,6 +75,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
             "max_steps": max_steps,
             "output_routing": output_routing,
         }
+        self.refuse(unknown)
         mask = token_mask(input_ids, attention_mask)
         target_mask = token_mask(decoder_input_ids, decoder_attention_mask)
         source = self.encoder(

@@ -12,8 +12,8 @@ The loop below is the algorithm of SUT (arXiv 2310.07096, section 2.4) with ordi
 
 A stopped token costs nothing more, and shows the others its final s (`final_state`). The masked form, which
 computes everything and selects, gives the same outputs and gradients; the tests hold one against the other.
-With input injection the token's own embedding is added to every step's input; it does not change with the step,
-so the rule holds for it as well.
+With input injection the token's own embedding is added to every later step's input, to s for keys and values too. It
+does not change with the step, so a stopped token's keys and values do not either, and the rule holds.
 """
 
 from typing import Literal
@@ -92,24 +92,7 @@ class UniversalStack(Stack):
         threshold: a number, or [B] one for each sequence; min_steps, max_steps: bounds of the depth. All default to
         the config's; max_steps may exceed it.
         """
-        if threshold is not None and self.config.policy == "fixed":
-            raise ValueError(
-                'threshold has nothing to stop with policy="fixed": every token runs every step.'
-            )
-        threshold = self.config.halt_threshold if threshold is None else threshold
-        min_steps = self.config.min_steps if min_steps is None else min_steps
-        if max_steps is None:
-            # a minimum above the stack's own depth means all of it: one call serves encoder and decoder
-            max_steps, min_steps = self.steps, min(min_steps, self.steps)
-        if not 1 <= min_steps <= max_steps:
-            raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
-        if torch.is_tensor(threshold) and threshold.shape != x_BTd.shape[:1]:
-            raise ValueError(
-                f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of"
-                f" {len(x_BTd)} sequences."
-            )
-        if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
-            raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
+        threshold, min_steps, max_steps = self._knobs(threshold, min_steps, max_steps, len(x_BTd))
         rows = Rows.of(x_BTd, mask_BT)
         mask_BT = None if rows.index is None else mask_BT
         policy, block = self.policy, self.block
@@ -144,7 +127,7 @@ class UniversalStack(Stack):
             block.account(ledger, rows, kv_rows, mask_BT, memory, memory_mask, first=step == 1)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:
-                    used = Balance.of(dispatch, state.log_left.exp().to(h_Nd.dtype))
+                    used = Balance.of(dispatch, state.log_left.exp())
                     balance[name] = balance[name] + used if name in balance else used
                 if output_routing:
                     routing.append((step, name, rows.places, dispatch.experts, dispatch.gates))
@@ -158,6 +141,31 @@ class UniversalStack(Stack):
             routing=routing if output_routing else None,
             compute=ledger,
         )
+
+    def _knobs(
+        self, threshold: float | Tensor | None, min_steps: int | None, max_steps: int | None, batch: int
+    ) -> tuple[float | Tensor, int, int]:
+        """The call's knobs, the config's where the call has none; ValueError when they make no sense."""
+        for name, value in (("threshold", threshold), ("min_steps", min_steps)):
+            if value is not None and self.config.policy == "fixed":
+                raise ValueError(
+                    f'{name} has nothing to set with policy="fixed": every token runs every step.'
+                )
+        threshold = self.config.halt_threshold if threshold is None else threshold
+        min_steps = self.config.min_steps if min_steps is None else min_steps
+        if max_steps is None:
+            # a minimum above the stack's own depth means all of it: one call serves encoder and decoder
+            max_steps, min_steps = self.steps, min(min_steps, self.steps)
+        if not 1 <= min_steps <= max_steps:
+            raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
+        if torch.is_tensor(threshold) and threshold.shape != (batch,):
+            raise ValueError(
+                f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of"
+                f" {batch} sequences."
+            )
+        if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
+            raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
+        return threshold, min_steps, max_steps
 
     def _input(self, states_Nd: Tensor, x_Nd: Tensor, step: int) -> Tensor:
         """What a step reads: the states, from step 2 on with the embedding injected if the config says so."""
