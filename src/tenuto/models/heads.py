@@ -65,7 +65,11 @@ class EncoderModel(AdaptivePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embeddings = Embeddings(config)
         self.stack = self.stack_class(config)
+        self.add_head(config)
         self.post_init()
+
+    def add_head(self, config) -> None:
+        """What a subclass puts on top of the stack, before the weights are initialised."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
@@ -120,14 +124,12 @@ class SequenceClassifier(EncoderModel):
     the first tokens of segments 0 and 1, and gives [u, v, u*v, |u-v|] to a layer of width 2d (Mou et al. 2016).
     """
 
-    def __init__(self, config):
-        super().__init__(config)
+    def add_head(self, config) -> None:
         size, wide = config.hidden_size, 2 * config.hidden_size
         layers = [nn.Linear(size, config.num_labels)]
         if config.classifier_pooling == "pair":
             layers = [nn.Linear(4 * size, wide), nn.GELU(), nn.Linear(wide, config.num_labels)]
         self.classifier = nn.Sequential(*layers)
-        self.post_init()
 
     def forward(
         self,

@@ -115,6 +115,9 @@ class UniversalStack(Stack):
                     leavers.add(rows, stopped, s_Nd, policy.expected_depth(state, step - 1), step - 1)
                     rows, asked = rows.select(kept), asked.select(kept)
                     x_Nd, h_Nd, s_Nd = (part.index_select(0, kept) for part in (x_Nd, h_Nd, s_Nd))
+                    # a sequence without a live token left has nobody to read its keys and values
+                    read = (rows.per_sequence > 0)[kv_rows.sequence].nonzero().squeeze(1)
+                    kv_rows, kv_Nd = kv_rows.select(read), kv_Nd.index_select(0, read)
                 state = asked
             if not len(rows):
                 break
