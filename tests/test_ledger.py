@@ -151,7 +151,7 @@ def test_packed_figures_are_rows_times_cost_of_a_row(case):
     """Linear, expert, router and halting MACs and K/V bytes from the depths alone, per sequence.
 
     A token of depth n: n blocks, questions from min_steps to min(n, L-1), and n+1 K/V rows if it
-    stopped early: its own steps' and once more its final state. When the whole batch has stopped there
+    stopped early: its own steps' and once more its final state. When its whole sequence has stopped there
     is no reader left: no more K/V.
     """
     model, data = make(case, "classification", settled(case, "classification")), batch(case, "classification")
@@ -162,7 +162,8 @@ def test_packed_figures_are_rows_times_cost_of_a_row(case):
     steps = depths.sum(1)
     tokens = depths > 0
     assert int(depths.max()) == L
-    again = (tokens & (depths < L)).sum(1)
+    # for good, unless nobody of its sequence goes on to read it
+    again = (tokens & (depths < depths.max(1, keepdim=True).values)).sum(1)
     questions = ((depths.clamp(max=L - 1) - low + 1).clamp(min=0) * tokens).sum(1)
     attention, ffn = block.attention, block.feed_forward
     projected = steps + again
