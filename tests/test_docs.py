@@ -39,3 +39,12 @@ def test_measured_numbers_have_files():
         result = json.loads((ROOT / name).read_text())
         missing = {"recipe", "command", "seed", "commit", "hardware", "seconds", "figures"} - set(result)
         assert not missing, f"{name}: {missing}"
+
+
+def test_tables_are_what_the_result_files_say():
+    """`python docs/tables.py --write` makes them anew."""
+    from tables import filled
+
+    for page in (ROOT / "README.md", ROOT / "docs" / "measurements.md"):
+        text = page.read_text()
+        assert filled(text) == text, page.name

@@ -1,0 +1,97 @@
+"""Fills the tables of measurements.md and README.md from the result files: `python docs/tables.py [--write]`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LENGTHS = [str(n) for n in range(7, 13)]
+# result file, name in the table
+ROWS = {
+    "transformer": "Transformer, 8 layers",
+    "ut": "Universal Transformer, halting",
+    "sut": "Sparse Universal Transformer, halting",
+}
+
+
+def result(name: str) -> dict:
+    """A result file of the logic folder."""
+    return json.loads((ROOT / "results" / "logic" / f"{name}.json").read_text())
+
+
+def logic() -> str:
+    """Accuracy by operator count, and what it costs."""
+    lines = [
+        "| model | parameters | CPU min | validation | " + " | ".join(LENGTHS) + " | steps at 12 | MMACs per pair at 12 |",
+        "|---" * 12 + "|",
+    ]
+    for name, title in ROWS.items():
+        figures, training = result(name)["figures"], result(f"{name}-training")["figures"]
+        accuracy = " | ".join(f"{figures['accuracy'][n]:.1f}" for n in LENGTHS)
+        lines.append(
+            f"| {title} | {figures['parameters']:,} | {training['seconds']['cpu'] / 60:.0f}"
+            f" | {figures['accuracy']['validation']:.1f} | {accuracy}"
+            f" | {figures['mean_steps']['12']:.2f} of {figures['full_depth']}"
+            f" | {figures['macs_per_pair']['12'] / 1e6:.1f} |"
+        )
+    majority = result("ut")["figures"]["majority"]
+    lines.append(
+        "| always `#` | 0 | 0 | "
+        + " | ".join(f"{majority[n]:.1f}" for n in ("validation", *LENGTHS))
+        + " | | |"
+    )
+    return "\n".join(lines)
+
+
+def knob(name: str) -> str:
+    """The sweep of one model."""
+    figures = result(f"{name}-sweep")["figures"]
+    lines = [
+        "| threshold | steps skipped % | MACs % | seconds % | accuracy % | difference, 95% interval |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in figures["rows"]:
+        low, high = row["difference_interval"]
+        lines.append(
+            f"| {row['threshold']:g} | {row['steps_skipped']:.1f} | {100 * row['macs_share']:.1f}"
+            f" | {100 * row['seconds_share']:.1f} | {row['accuracy']:.2f}"
+            f" | {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}] |"
+        )
+    return "\n".join(lines)
+
+
+def cell(name: str) -> str:
+    """The README's short figure of one model."""
+    figures = result(name)["figures"]
+    tests = " / ".join(f"{figures['accuracy'][n]:.1f}" for n in ("7", "9", "12"))
+    return f"{figures['accuracy']['validation']:.1f}, then {tests}"
+
+
+def lines_of(name: str) -> str:
+    """How long a model file is."""
+    return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
+
+
+MAKERS = {"logic": logic, "knob": knob, "cell": cell, "lines": lines_of}
+
+
+def filled(text: str) -> str:
+    """The text with what stands between <!-- MAKER ARGUMENT --> and <!-- end --> made anew."""
+
+    def fill(match: re.Match) -> str:
+        words = match["call"].split()
+        made = MAKERS[words[0]](*words[1:])
+        gap = "\n" if "\n" in made else ""
+        return f"<!-- {match['call']} -->{gap}{made}{gap}<!-- end -->"
+
+    return re.sub(r"<!-- (?P<call>\w+(?: [\w-]+)?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for page in (ROOT / "README.md", ROOT / "docs" / "measurements.md"):
+        before = page.read_text()
+        if "--write" in sys.argv:
+            page.write_text(filled(before))
+        elif filled(before) != before:
+            sys.exit(f"{page.name} differs from the result files; run python docs/tables.py --write")
