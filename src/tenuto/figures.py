@@ -36,7 +36,7 @@ def depth_scale(steps: int) -> list[tuple[str, str, str, str]]:
         entry = []
         for colour in (cividis(1 - place), cividis(place)):
             light = 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
-            entry += [matplotlib.colors.to_hex(colour), "#14171c" if light > 0.42 else "#f4f5f7"]
+            entry += [matplotlib.colors.to_hex(colour), "#14171c" if light > 0.5 else "#f4f5f7"]
         scale.append(tuple(entry))
     return scale
 
