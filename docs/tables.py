@@ -23,7 +23,9 @@ def result(name: str) -> dict:
 def logic() -> str:
     """Accuracy by operator count, and what it costs."""
     lines = [
-        "| model | parameters | CPU min | validation | " + " | ".join(LENGTHS) + " | steps at 12 | MMACs per pair at 12 |",
+        "| model | parameters | CPU min | validation | "
+        + " | ".join(LENGTHS)
+        + " | steps at 12 | MMACs per pair at 12 |",
         "|---" * 12 + "|",
     ]
     for name, title in ROWS.items():

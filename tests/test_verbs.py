@@ -161,6 +161,20 @@ def test_evaluate(checkpoint, fixed, tmp_path):
     assert list(parsed("evaluate", checkpoint)["accuracy"]) == [str(n) for n in range(7, 13)]
     code, out, _ = run(*words)
     assert code == 0 and "always # %" in out and "by relation" in out
+    both = parsed("evaluate", checkpoint, "--sets", "7", "--both_ways")
+    once = parsed("evaluate", checkpoint, "--sets", "7")
+    assert both["macs_per_pair"]["7"] > 1.5 * once["macs_per_pair"]["7"]
+
+
+def test_both_ways_does_not_care_which_sentence_comes_first(checkpoint):
+    """The answer to the exchanged pair is the mirrored answer."""
+    from tenuto.data.logical_inference import RELATIONS, load_bin, swap
+    from tenuto.evaluate import load, predict
+
+    loaded, pairs = load(checkpoint), load_bin("test", 3)[:60]
+    said = [RELATIONS[n] for n in predict(loaded, pairs, both_ways=True).relations]
+    other = [RELATIONS[n] for n in predict(loaded, [swap(one) for one in pairs], both_ways=True).relations]
+    assert other == [{"<": ">", ">": "<"}.get(one, one) for one in said]
 
 
 def test_depth_knobs_bound_the_depth(checkpoint):

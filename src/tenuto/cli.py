@@ -62,6 +62,9 @@ def _parser() -> ArgumentParser:
     example = "runs/first --sets 7,8 --threshold 0.9"
     one = add(verbs.evaluate, example, "checkpoint", "sets", "knobs", "result")
     one.add_argument("--errors", action="store_true", help="by relation, operators, depth and negation too")
+    one.add_argument(
+        "--both_ways", action="store_true", help="read each pair in both orders as well, at twice the cost"
+    )
     one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "sets", "result")
     one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
     one.add_argument("--generated", type=int, default=0, help="add so many pairs of the exact generator")

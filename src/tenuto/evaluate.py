@@ -15,11 +15,12 @@ from rich.progress import track
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from . import models  # noqa: F401 - registers the architectures
-from .data.logical_inference import RELATIONS, Pair, generate, label_id, protocol
+from .data.logical_inference import RELATIONS, Pair, generate, label_id, protocol, swap
 from .data.pairs import FIRST_RELATION, PairDataset
 from .recipe import Recipe, load_recipe
 
 BATCH = 256
+_MIRROR = [RELATIONS.index({"<": ">", ">": "<"}.get(one, one)) for one in RELATIONS]
 
 
 @dataclass
@@ -94,9 +95,22 @@ def full_depth(model) -> int:
 
 
 @torch.inference_mode()
-def predict(loaded: Loaded, pairs: Sequence[Pair], progress: str | None = None, **knobs) -> Prediction:
-    """Runs the model over pairs, those of like length together; `knobs` are threshold, min_steps, max_steps."""
+def predict(
+    loaded: Loaded,
+    pairs: Sequence[Pair],
+    progress: str | None = None,
+    both_ways: bool = False,
+    **knobs,
+) -> Prediction:
+    """Runs the model over pairs, those of like length together; `knobs` are threshold, min_steps, max_steps.
+
+    both_ways (classifiers only): each pair is read a second time with its sentences exchanged, and the two
+    log-probabilities of each relation (`<` of one is `>` of the other) are added. It costs twice as much.
+    """
     data = PairDataset(pairs, loaded.recipe.head)
+    if both_ways and data.text:
+        raise ValueError("both_ways needs a classifier; this checkpoint answers in text.")
+    exchanged = PairDataset([swap(one) for one in pairs], loaded.recipe.head) if both_ways else None
     order = np.argsort(data.lengths, kind="stable")
     relations, depths = np.zeros(len(pairs), int), [None] * len(pairs)
     macs, seconds = 0, 0.0
@@ -110,7 +124,15 @@ def predict(loaded: Loaded, pairs: Sequence[Pair], progress: str | None = None, 
         out = loaded.model(**batch, **knobs)
         seconds += _now(loaded.model.device) - before
         macs += out.compute.total
-        answer = out.logits.argmax(-1)
+        scores = out.logits
+        if exchanged is not None:
+            batch = question(loaded, exchanged, places)
+            before = _now(loaded.model.device)
+            mirrored = loaded.model(**batch, **knobs)
+            seconds += _now(loaded.model.device) - before
+            macs += mirrored.compute.total
+            scores = scores.log_softmax(-1) + mirrored.logits.log_softmax(-1)[:, _MIRROR]
+        answer = scores.argmax(-1)
         if data.text:
             answer = answer[:, 0] - FIRST_RELATION
             answer = torch.where((answer >= 0) & (answer < len(RELATIONS)), answer, -1)
@@ -136,7 +158,11 @@ def _now(device: torch.device) -> float:
 
 
 def evaluate(
-    checkpoint: str | Path, names: Sequence[str] = (), errors: bool = False, **knobs
+    checkpoint: str | Path,
+    names: Sequence[str] = (),
+    errors: bool = False,
+    both_ways: bool = False,
+    **knobs,
 ) -> dict[str, Any]:
     """Accuracy (percent) by set beside the always-`#` rate, mean steps, MACs per pair, seconds.
 
@@ -148,10 +174,11 @@ def evaluate(
     figures: dict[str, Any] = {
         name: {} for name in ("accuracy", "majority", "pairs", "mean_steps", "macs_per_pair", "seconds")
     }
+    figures["both_ways"] = both_ways
     figures["full_depth"] = full_depth(loaded.model)
     figures["parameters"] = sum(p.numel() for p in loaded.model.parameters())
     for name, pairs in test_sets(loaded.recipe, names).items():
-        said = predict(loaded, pairs, progress=f"set {name}", **knobs)
+        said = predict(loaded, pairs, f"set {name}", both_ways, **knobs)
         figures["accuracy"][name] = round(said.accuracy(pairs), 2)
         figures["majority"][name] = round(100 * majority_rate(pairs), 2)
         figures["pairs"][name] = len(pairs)

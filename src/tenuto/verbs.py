@@ -150,7 +150,7 @@ def evaluate(options) -> Any:
     from .evaluate import evaluate as run
 
     start = time.time()
-    figures = run(options.checkpoint, _sets(options), options.errors, **knobs)
+    figures = run(options.checkpoint, _sets(options), options.errors, options.both_ways, **knobs)
     _write_for_checkpoint(options, time.time() - start, figures)
 
     def show() -> None:
