@@ -13,8 +13,9 @@ e). Times are CPU seconds on one thread, medians of interleaved runs; the figure
 
 import argparse
 import itertools
-import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,7 @@ from torch import Tensor
 from tenuto.models import experts
 from tenuto.models.experts import Dispatch, FeedForward
 from tenuto.presets import preset
+from tenuto.results import write_result
 
 
 def loop(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    begun = time.time()
     figures = []
     print("| E | k | width | routing | ours ms | " + " | ".join(list(VARIANTS)[1:]) + " |")
     print("|---|---|---|---|---|" + "---|" * (len(VARIANTS) - 1))
@@ -109,7 +112,14 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_result(
+            options.json,
+            recipe=None,
+            command=shlex.join(["python", *sys.argv]),
+            seed=0,
+            seconds=time.time() - begun,
+            figures={"rows": figures},
+        )
 
 
 if __name__ == "__main__":

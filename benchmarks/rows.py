@@ -16,8 +16,9 @@ interleaved runs: other work on the machine changes them little, and their ratio
 
 import argparse
 import itertools
-import json
+import shlex
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from tenuto.models.experts import Balance
 from tenuto.models.rows import Rows
 from tenuto.models.universal import UniversalStack
 from tenuto.presets import preset
+from tenuto.results import write_result
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    begun = time.time()
     check()
     print("All variants give the same loss and gradients.\n")
     print("| batch x length | variant | CPU s | tokens/s | time / masked | speed / packed |")
@@ -195,7 +198,14 @@ def main() -> None:
                 f"| {batch} x {length} | {name} | {time_taken:.3f} | {speed:.0f} | {to_masked:.2f} | {to_packed:.2f} |"
             )
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_result(
+            options.json,
+            recipe="preset sut-logic, dropout 0",
+            command=shlex.join(["python", *sys.argv]),
+            seed=0,
+            seconds=time.time() - begun,
+            figures={"rows": figures},
+        )
 
 
 if __name__ == "__main__":
