@@ -73,12 +73,27 @@ def cell(name: str) -> str:
     return f"{figures['accuracy']['validation']:.1f}, then {tests}"
 
 
+def bench(name: str) -> str:
+    """The rows of benchmarks/rows.py."""
+    figures = json.loads((ROOT / "results" / "benchmarks" / f"{name}.json").read_text())["figures"]
+    lines = [
+        "| batch x length | variant | tokens/s | time / masked | speed / packed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in figures["rows"]:
+        lines.append(
+            f"| {row['batch']} x {row['length']} | {row['variant']} | {row['tokens_per_second']:.0f}"
+            f" | {row['time_over_masked']:.2f} | {row['speed_over_packed']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def lines_of(name: str) -> str:
     """How long a model file is."""
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
 
 
-MAKERS = {"logic": logic, "knob": knob, "cell": cell, "lines": lines_of}
+MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "lines": lines_of}
 
 
 def filled(text: str) -> str:

@@ -65,7 +65,7 @@ def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any]
     source = found if shipped else folder / "live"
     command = made_by(source)["command"] if shipped else None
     say(f"Looking at {source}, {PAIRS} pairs of each test set.")
-    figures = measure(source, PAIRS, THRESHOLDS, repeats=1)
+    figures = measure(source, PAIRS, THRESHOLDS, repeats=2)
     text = (
         f"The demo's own training: at most {most} operators, {live['seconds']:.0f} seconds,"
         f" {live['accuracy']:.1f}% right at the end where always # gets {always:.1f}%."
