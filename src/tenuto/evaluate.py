@@ -12,11 +12,17 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from . import models  # noqa: F401 - registers the architectures
 from .data.logical_inference import RELATIONS, Pair, generate, label_id, protocol, swap
 from .data.pairs import FIRST_RELATION, PairDataset
+from .models.halting import RULES
 from .recipe import Recipe, load_recipe
 
 BATCH = 256
@@ -25,24 +31,44 @@ _MIRROR = [RELATIONS.index({"<": ">", ">": "<"}.get(one, one)) for one in RELATI
 
 @dataclass
 class Loaded:
-    """A checkpoint: model in evaluation mode, the recipe that made it, and where it lies."""
+    """A checkpoint: model in evaluation mode, the recipe that made it, where it lies, its tokenizer."""
 
     model: Any
     recipe: Recipe
     folder: Path
+    tokenizer: Any = None
 
 
-def load(checkpoint: str | Path) -> Loaded:
-    """Opens a folder made by `tenuto train`; one sentence when it is not one, or is of another config."""
+AUTO = {
+    "classification": AutoModelForSequenceClassification,
+    "text-to-text": AutoModelForSeq2SeqLM,
+    "causal": AutoModelForCausalLM,
+}
+
+
+def load(checkpoint: str | Path, policy: str | None = None) -> Loaded:
+    """Opens a folder made by `tenuto train`; one sentence when it is not one, or is of another config.
+
+    policy: a depth policy without weights (`halting.RULES`, "fixed") to read the same model with.
+    """
     folder = Path(checkpoint)
     for name in ("config.json", "model.safetensors", "recipe.yaml"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a checkpoint of `tenuto train`: it has no {name}.")
     recipe = load_recipe(folder / "recipe.yaml")
-    auto = AutoModelForSeq2SeqLM if recipe.head == "text-to-text" else AutoModelForSequenceClassification
+    other = {}
+    if policy is not None:
+        if policy not in (*RULES, "fixed"):
+            raise ValueError(
+                f"policy {policy!r} has weights of its own; choose from fixed, {', '.join(RULES)}."
+            )
+        other = {"policy": policy, "act_weight": 0.0}
     # mismatched sizes are refused below, in one sentence
-    model, notes = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    unfit = sorted(notes["missing_keys"]) + sorted(notes["unexpected_keys"])
+    model, notes = AUTO[recipe.head].from_pretrained(
+        folder, output_loading_info=True, ignore_mismatched_sizes=True, **other
+    )
+    left = [name for name in notes["unexpected_keys"] if policy is None or ".policy." not in name]
+    unfit = sorted(notes["missing_keys"]) + sorted(left)
     unfit += sorted(name for name, *_ in notes["mismatched_keys"])
     if unfit:
         raise ValueError(
@@ -50,7 +76,7 @@ def load(checkpoint: str | Path) -> Loaded:
             f" ({', '.join(unfit[:3])})."
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Loaded(model.eval().to(device), recipe, folder)
+    return Loaded(model.eval().to(device), recipe, folder, AutoTokenizer.from_pretrained(folder))
 
 
 def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]]:

@@ -43,6 +43,35 @@ def expert_usage(checkpoint: str | Path, names: Sequence[str] = (), limit: int =
     return {"pairs": len(pairs), "routers": {name: _describe(table) for name, table in counts.items()}}
 
 
+def expert_loop_information(routing: Sequence[tuple], experts: int) -> float:
+    """Mutual information of expert and loop in nats, of the feed-forward experts of a looped model's core.
+
+        I = sum_el p(e, l) log p(e, l) / (p(e) p(l))         0: loops choose alike; at most log E, log L
+
+    routing: the records of `output_routing=True` (of several batches: concatenated). Every choice of a token at a
+    loop counts once. Each layer has experts of its own: of several layers the mean, weighted by choices. ValueError
+    without routers.
+    """
+    tables: dict[str, dict[int, torch.Tensor]] = {}
+    for loop, module, _, chosen, _ in routing:
+        if module.startswith("core.") and module.endswith("feed_forward"):
+            loops = tables.setdefault(module, {})
+            counts = torch.bincount(chosen.flatten(), minlength=experts)
+            loops[loop] = loops[loop] + counts if loop in loops else counts
+    if not tables:
+        raise ValueError(
+            "The records hold no feed-forward router of a core: ffn_experts is 1, or it is not looped."
+        )
+    information = total = 0.0
+    for loops in tables.values():
+        counts = torch.stack(list(loops.values())).double()
+        joint = counts / counts.sum()
+        apart = joint.sum(0) * joint.sum(1, keepdim=True)
+        information += float(counts.sum() * torch.special.xlogy(joint, joint / apart.clamp(min=1e-300)).sum())
+        total += float(counts.sum())
+    return information / total
+
+
 def _experts(config, module: str) -> int:
     return config.ffn_experts if module.endswith("feed_forward") else config.attention_experts
 

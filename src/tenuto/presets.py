@@ -13,6 +13,12 @@ MACS_RULE = (
     " keys and values projected at every step; attention scores not counted"
 )
 
+CAUSAL_LENGTH = 1024
+CAUSAL_RULE = (
+    "per token at length 1,024, nobody stopping: linear weights, attention scores over the tokens before (half of the"
+    " length on average), halting nets and output projection"
+)
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -49,6 +55,20 @@ _UT_NOTE = (
     "The published UT rows follow no rule we could find: six passes of a 45M block at 10 tokens are 2.9G"
     " (base) and 5.3G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
 )
+
+_LOOPED = "looped language models: Geiping et al. 2025 (2502.05171), Zhu et al. 2025 (2510.25741)"
+_LOOPED_100M = {
+    "vocab_size": 32000, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 2816, "loss_chunk": 2048,
+}  # fmt: skip
+_LOOPED_4M = {
+    "vocab_size": 4096, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 704,
+}  # fmt: skip
+_LOOPED_1M = {
+    "vocab_size": 2048, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 352,
+}  # fmt: skip
 
 PRESETS: dict[str, Preset] = {
     "transformer-base": Preset(
@@ -130,6 +150,38 @@ PRESETS: dict[str, Preset] = {
          "ffn_experts": 6, "ffn_experts_per_token": 2, "window": 3, "act_weight": 0.01, "balance_weight": 0.01},
         "for tests",
     ),
+    "looped-100m": Preset(
+        "looped", {**_LOOPED_100M, "num_core_layers": 4, "num_loops": 7}, _LOOPED,
+        note="1 + 4 x 7 + 1 layers: dense-400m unrolled, with a quarter of its parameters.",
+    ),
+    "dense-100m": Preset(
+        "looped", {**_LOOPED_100M, "num_core_layers": 4, "num_loops": 1, "input_injection": "none"}, _LOOPED,
+        note="The same 6 layers, each run once: the yardstick of equal parameters.",
+    ),
+    "dense-400m": Preset(
+        "looped", {**_LOOPED_100M, "num_core_layers": 28, "num_loops": 1, "input_injection": "none"}, _LOOPED,
+        note="30 distinct layers: the yardstick of equal arithmetic.",
+    ),
+    "looped-4m": Preset("looped", {**_LOOPED_4M, "num_core_layers": 2, "num_loops": 4}, _LOOPED),
+    "dense-4m": Preset(
+        "looped", {**_LOOPED_4M, "num_core_layers": 2, "num_loops": 1, "input_injection": "none"}, _LOOPED
+    ),
+    "dense-4m-unrolled": Preset(
+        "looped", {**_LOOPED_4M, "num_core_layers": 8, "num_loops": 1, "input_injection": "none"}, _LOOPED
+    ),
+    "looped-1m": Preset("looped", {**_LOOPED_1M, "num_core_layers": 2, "num_loops": 4}, _LOOPED),
+    "dense-1m": Preset(
+        "looped", {**_LOOPED_1M, "num_core_layers": 2, "num_loops": 1, "input_injection": "none"}, _LOOPED
+    ),
+    "dense-1m-unrolled": Preset(
+        "looped", {**_LOOPED_1M, "num_core_layers": 8, "num_loops": 1, "input_injection": "none"}, _LOOPED
+    ),
+    "looped-tiny": Preset(
+        "looped",
+        {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "intermediate_size": 48, "num_loops": 4, "max_position_embeddings": 512},
+        "for tests",
+    ),
 }  # fmt: skip
 
 
@@ -150,44 +202,59 @@ def preset(name: str, **overrides):
 
 
 HEADS = {"encoder": 0, "classification": 1, "text-to-text": 2}
+DECODER_HEADS = {"decoder": 0, "causal": 1}
 _CONFIGS = {
     "transformer": "TransformerConfig",
     "universal": "UniversalTransformerConfig",
     "sut": "SparseUniversalTransformerConfig",
+    "looped": "LoopedConfig",
 }
 
 
 def build(config, head: str = "classification"):
-    """A freshly initialised model of the config's architecture; `head` is one of `HEADS`."""
-    from .models import ARCHITECTURES
+    """A freshly initialised model of the config's architecture; `head` is one of `HEADS` or `DECODER_HEADS`."""
+    from .models import ARCHITECTURES, DECODERS
 
-    if head not in HEADS:
-        raise ValueError(f"There is no head {head!r}; choose from {', '.join(HEADS)}.")
-    for config_class, *models in ARCHITECTURES:
-        if type(config) is config_class:
-            return models[HEADS[head]](config)
+    for family, heads in ((ARCHITECTURES, HEADS), (DECODERS, DECODER_HEADS)):
+        for config_class, *models in family:
+            if type(config) is config_class:
+                if head not in heads:
+                    raise ValueError(
+                        f"{config_class.__name__} has no head {head!r}; choose from {', '.join(heads)}."
+                    )
+                return models[heads[head]](config)
     raise ValueError(f"{type(config).__name__} is not one of tenuto's configs.")
 
 
 def costs(name: str) -> dict[str, Any]:
-    """One row of `tenuto presets`: parameters and MACs of the encoder-decoder, beside the published figures."""
+    """One row of `tenuto presets`: parameters and MACs, beside the published figures.
+
+    Encoder-decoders are counted by Table 1's rule; causal models per token at length `CAUSAL_LENGTH`, everything
+    included, nobody stopping.
+    """
     import torch
 
     chosen = PRESETS[name]
     config = preset(name)
+    causal = chosen.architecture == "looped"
     with torch.device("meta"):
-        model = build(config, "text-to-text")
+        model = build(config, "causal" if causal else "text-to-text")
     model.tie_weights()
-    source = model.encoder.token_macs()
-    target = model.decoder.token_macs() + config.hidden_size * config.vocab_size
+    head = config.hidden_size * config.vocab_size
+    if causal:
+        # a token sees half of the length on average
+        macs = model.stack.token_macs() + head + model.stack.pair_macs() * (CAUSAL_LENGTH + 1) // 2
+    else:
+        source, target = model.encoder.token_macs(), model.decoder.token_macs() + head
+        macs = SOURCE_TOKENS * source + TARGET_TOKENS * target
     return {
         "name": name,
         "architecture": chosen.architecture,
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameters_published": chosen.parameters_published,
         "vocab": config.vocab_size,
-        "macs": SOURCE_TOKENS * source + TARGET_TOKENS * target,
-        "macs_rule": MACS_RULE,
+        "macs": macs,
+        "macs_rule": CAUSAL_RULE if causal else MACS_RULE,
         "macs_published": chosen.macs_published,
         "paper": chosen.paper,
         "note": chosen.note,

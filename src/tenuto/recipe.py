@@ -7,10 +7,45 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .data.text import Source
+
+
+@dataclass
+class Text:
+    """Text for a causal language model.
+
+    sources: where it comes from, see `Source`. tokenizer: "byte", "bpe" (trained on the training part, `vocab_size`
+    tokens) or a folder of any Hugging Face tokenizer; the model's vocab_size is the tokenizer's. length: tokens of a
+    row, filled with documents; attention does not cross from one to the next. mix: shares of the topics by name, all
+    alike when left out. validation_rows: how many rows of the held-out part are evaluated, topics in turn.
+    cache: a folder that keeps the tokenised text.
+    """
+
+    sources: list[Source]
+    tokenizer: str = "byte"
+    vocab_size: int = 4096
+    length: int = 256
+    mix: dict[str, float] | None = None
+    validation_rows: int = 256
+    cache: str | None = None
+
+
+@dataclass
+class Algorithmic:
+    """Problems with a known need of depth: "arithmetic", "listops", "lookup" or "lookup-backward".
+
+    train: how many are made; train_depths, test_depths: their depths, the published ones when left out.
+    """
+
+    task: str
+    train: int = 50_000
+    train_depths: list[int] | None = None
+    test_depths: list[int] | None = None
+
 
 @dataclass
 class Data:
-    """The logical inference task.
+    """What is trained on: the logical inference task, or `text` or `algorithmic` where one of these is given.
 
     protocol: "length" (train on <= 6 operators, test 7..12) or the systematic splits "A", "B", "C".
     max_operators: leave out training pairs with more. swap, rename: augmentations of every training pair drawn,
@@ -21,15 +56,17 @@ class Data:
     max_operators: int = 6
     swap: bool = False
     rename: bool = False
+    text: Text | None = None
+    algorithmic: Algorithmic | None = None
 
 
 @dataclass
 class Schedule:
     """What changes during training, as shares of it (0..1).
 
-    operators_from, operators_until: the curriculum admits pairs of `operators_from` operators at first and all of
-    them from the share `operators_until` on, rising evenly. halting_from: until then every token runs every step.
-    act_warmup: the share over which the weight of L_ACT rises from 0, counted from halting_from.
+    operators_from, operators_until: the curriculum admits pairs of `operators_from` operators (problems of that
+    depth) at first and all of them from the share `operators_until` on, rising evenly. halting_from: until then every
+    token runs every step. act_warmup: the share over which the weight of L_ACT rises from 0, counted from halting_from.
     """
 
     operators_from: int = 2
@@ -42,13 +79,14 @@ class Schedule:
 class Recipe:
     """A training run.
 
-    preset: name of the starting configuration; config: fields of it to change. head: "classification" or
-    "text-to-text" (one answer token). start: a checkpoint whose weights to begin with (parameters that it lacks must
-    be the halting net's). training: any argument of transformers' TrainingArguments; max_steps is required.
+    preset: name of the starting configuration; config: fields of it to change. head: "classification",
+    "text-to-text" (one answer token) or "causal" (text and algorithmic data). start: a checkpoint whose weights to
+    begin with (parameters that it lacks must be the halting net's). training: any argument of transformers'
+    TrainingArguments; max_steps is required.
     """
 
     preset: str
-    head: Literal["classification", "text-to-text"] = "classification"
+    head: Literal["classification", "text-to-text", "causal"] = "classification"
     config: dict[str, Any] = field(default_factory=dict)
     data: Data = field(default_factory=Data)
     schedule: Schedule = field(default_factory=Schedule)
@@ -82,6 +120,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"{path}: {error}") from error
     values.pop("recipe")
     recipe = Recipe(**values)
+    data = recipe.data
+    if data.text is not None and data.algorithmic is not None:
+        raise ValueError(f"{path}: data.text and data.algorithmic are two tasks; give one of them.")
+    if (recipe.head == "causal") != (data.text is not None or data.algorithmic is not None):
+        raise ValueError(
+            f'{path}: head "causal" goes with data.text or data.algorithmic, the others with neither.'
+        )
     if "max_steps" not in recipe.training:
         raise ValueError(f"{path}: training.max_steps is missing; it says how long to train.")
     return recipe

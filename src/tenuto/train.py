@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -23,11 +24,13 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import models  # noqa: F401 - registers the architectures
-from .data.logical_inference import protocol
-from .data.pairs import Curriculum, PairDataset, tokenizer
+from .collapse import collapse
 from .optim import MuonAdamW, muon_groups
 from .presets import build, preset
 from .recipe import Recipe, load_recipe
+from .tasks import Task, task_of
+
+logger = logging.getLogger("tenuto")
 
 
 class NonFiniteLoss(RuntimeError):
@@ -37,25 +40,18 @@ class NonFiniteLoss(RuntimeError):
 class AdaptiveTrainer(Trainer):
     """Trainer that passes the depth schedule to the model and logs every loss term, depth and expert usage."""
 
-    def __init__(self, *args, recipe: Recipe, **kwargs):
-        self.recipe = recipe
+    def __init__(self, *args, recipe: Recipe, task: Task, **kwargs):
+        self.recipe, self.task = recipe, task
         self.sums, self.counts = defaultdict(float), defaultdict(int)
         self.totals: dict[str, float] = {}
         self.cpu = time.process_time()
         super().__init__(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset=None):
-        schedule, args = self.recipe.schedule, self.args
+        args = self.args
         # a batch of the stream is what all processes and accumulation steps take in one step
         processes = args.world_size * args.gradient_accumulation_steps
-        return Curriculum(
-            self.train_dataset,
-            args.max_steps,
-            args.per_device_train_batch_size * processes,
-            args.seed,
-            schedule.operators_from,
-            schedule.operators_until,
-        )
+        return self.task.sampler(args.max_steps, args.per_device_train_batch_size * processes, args.seed)
 
     def create_optimizer(self, model=None):
         rate, args = self.recipe.muon_learning_rate, self.args
@@ -73,7 +69,9 @@ class AdaptiveTrainer(Trainer):
         share = self.state.global_step / self.args.max_steps
         if share < schedule.halting_from:
             # nobody is asked, so the penalty has nothing to act on
-            return {"min_steps": max(config.num_loops, config.num_decoder_loops)}
+            return {"min_steps": max(config.num_loops, getattr(config, "num_decoder_loops", 1))}
+        if not getattr(config, "act_weight", 0.0):
+            return {}
         warm = schedule.act_warmup
         rise = 1.0 if warm == 0 else min(1.0, (share - schedule.halting_from) / warm)
         return {"loss_weights": {"act": config.act_weight * rise}}
@@ -109,6 +107,7 @@ class AdaptiveTrainer(Trainer):
             self._add(f"loss/{name}", value.item())
         depths = out.depths[out.depths > 0]
         self._add("depth/mean", depths.float().mean().item())
+        self._watch(depths)
         for depth, share in enumerate((torch.bincount(depths).float() / len(depths)).tolist()):
             self._add(f"depth/share_{depth}", share)
         for name, statistics in (out.balance or {}).items():
@@ -117,8 +116,23 @@ class AdaptiveTrainer(Trainer):
             self._add(f"experts/{name}/entropy", entropy.item())
             for expert, share in enumerate(usage.tolist()):
                 self._add(f"experts/{name}/share_{expert}", share)
-        self._add("tokens", inputs["attention_mask"].sum().item())
-        self._add("macs_per_token", out.compute.total / inputs["attention_mask"].sum().item())
+        tokens = _counts(inputs)["act"]
+        self._add("tokens", tokens)
+        self._add("macs_per_token", out.compute.total / tokens)
+
+    def _watch(self, depths: torch.Tensor) -> None:
+        """Warns, once a log, when tokens may stop but their depths have no spread."""
+        policy, config = policies_of(self.model), self.model.config
+        knobs = self.knobs()
+        full, floor = (
+            config.num_loops if policy else 1,
+            knobs.get("min_steps", getattr(config, "min_steps", 1)),
+        )
+        self._add("depth/spread", depths.float().std(correction=0).item())
+        if policy and (self.state.global_step + 1) % self.args.logging_steps == 0:
+            found = collapse(depths.cpu().numpy(), floor, full)
+            if found["collapsed"]:
+                logger.warning("depths have collapsed: %s", found["advice"])
 
     def _add(self, name: str, value: float) -> None:
         self.sums[name] += value
@@ -142,20 +156,19 @@ class AdaptiveTrainer(Trainer):
         super().log(logs, start_time)
 
 
+def policies_of(model) -> bool:
+    """Whether tokens of the model may stop in training."""
+    return any(getattr(module, "skips_in_training", False) for module in model.modules())
+
+
 def _counts(inputs: dict) -> dict[str, float]:
     """What the terms of the loss are means over: labels, and tokens of the source."""
     return {
         "task": (inputs["labels"] != -100).sum().item(),
-        "act": inputs["attention_mask"].sum().item(),
+        "act": inputs["attention_mask"].sum().item()
+        if "attention_mask" in inputs
+        else inputs["input_ids"].numel(),
     }
-
-
-def accuracy(prediction) -> dict[str, float]:
-    """Share of right labels; in the text-to-text form, of right answer tokens."""
-    logits = (
-        prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    )
-    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
 
 
 def start_from(model, checkpoint: str) -> None:
@@ -227,29 +240,39 @@ def train(
         "seed": 0,
         "dataloader_pin_memory": torch.cuda.is_available(),
         "remove_unused_columns": False,
+        # a language model is judged by its loss; its logits over all validation text would not fit
+        "prediction_loss_only": recipe.data.text is not None,
         "disable_tqdm": not sys.stderr.isatty(),
     }
     args = TrainingArguments(output_dir=str(output), **{**defaults, **recipe.training})
     args._n_gpu = min(args.n_gpu, 1)  # several GPUs by torchrun; DataParallel cannot gather a ledger
     set_seed(args.seed)
-    model = build(preset(recipe.preset, **recipe.config), recipe.head)
+    task = task_of(recipe)
+    config = preset(recipe.preset, **{"vocab_size": task.vocabulary, **recipe.config})
+    if config.vocab_size < task.vocabulary:
+        raise ValueError(
+            f"config.vocab_size={config.vocab_size} is below the tokenizer's {task.vocabulary} tokens."
+        )
+    model = build(config, recipe.head)
     if recipe.start:
         start_from(model, recipe.start)
-    pairs = protocol(recipe.data.protocol)
-    kept = [one for one in pairs.train if one.operators <= recipe.data.max_operators]
-    valid = [one for one in pairs.validation if one.operators <= recipe.data.max_operators]
-    data = PairDataset(kept, recipe.head, recipe.data.swap, recipe.data.rename)
-    # sorted by length: batches of the evaluation are then almost free of padding
-    valid.sort(key=lambda one: len(one.left) + len(one.right))
+    more = {} if task.collate is None else {"data_collator": task.collate}
+    measure = task.measure
+
+    def figures_of(prediction) -> dict[str, float]:
+        logits = prediction.predictions
+        return measure(logits[0] if isinstance(logits, tuple) else logits, prediction.label_ids)
+
     trainer = AdaptiveTrainer(
         model=model,
         args=args,
-        train_dataset=data,
-        eval_dataset=PairDataset(valid, recipe.head),
-        data_collator=data.collate,
-        processing_class=tokenizer(),
-        compute_metrics=accuracy,
+        train_dataset=task.train,
+        eval_dataset=task.validation,
+        processing_class=task.tokenizer,
+        compute_metrics=None if measure is None else figures_of,
         recipe=recipe,
+        task=task,
+        **more,
     )
     if progress is not None:
         trainer.remove_callback(PrinterCallback)
@@ -265,13 +288,20 @@ def train(
     seconds = {"wall": time.time() - wall, "cpu": spent[-1] if spent else 0.0}
     metrics = trainer.evaluate()
     trainer.save_model()
+    quality = {"validation_loss": metrics["eval_loss"]}
+    if "eval_accuracy" in metrics:
+        quality = {"validation_accuracy": 100 * metrics["eval_accuracy"]}
     figures = {
-        "validation_accuracy": 100 * metrics["eval_accuracy"],
+        **quality,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "resumed": bool(last),
         "parameters": sum(p.numel() for p in model.parameters()),
         "history": [
-            {key: row[key] for key in ("step", "loss", "eval_accuracy", "depth/mean") if key in row}
+            {
+                key: row[key]
+                for key in ("step", "loss", "eval_accuracy", "eval_loss", "depth/mean")
+                if key in row
+            }
             for row in trainer.state.log_history
         ],
     }

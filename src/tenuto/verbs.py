@@ -85,6 +85,16 @@ def _knobs(options) -> dict[str, Any]:
     return chosen
 
 
+def _is_language(checkpoint: str) -> bool:
+    """Whether a folder holds a causal language model of `tenuto train`."""
+    recipe = Path(checkpoint) / "recipe.yaml"
+    if not recipe.is_file():
+        return False
+    import yaml
+
+    return yaml.safe_load(recipe.read_text()).get("head") == "causal"
+
+
 def _write(options, recipe: str, seed: int, seconds: float, figures: dict, **more) -> None:
     from .results import write_result
 
@@ -128,23 +138,30 @@ def train(options) -> Any:
     start = time.time()
     with TrainingProgress() as progress:
         figures = run(recipe, options.output, options.resume, progress)
-    figures["accuracy"] = {"validation": round(figures["validation_accuracy"], 2)}
+    if "validation_accuracy" in figures:
+        figures["accuracy"] = {"validation": round(figures["validation_accuracy"], 2)}
     seed = recipe.training.get("seed", 0)
     for path in {str(Path(options.output) / "result.json"), options.result} - {None}:
         options.result = path
         _write(options, options.recipe, seed, time.time() - start, figures, settings=asdict(recipe))
 
     def show() -> None:
+        if "accuracy" in figures:
+            quality = f"accuracy {figures['validation_accuracy']:.1f}%"
+        else:
+            quality = f"loss {figures['validation_loss']:.3f} nats a token"
         print(
             f"{figures['parameters']:,} parameters, {figures['seconds']['wall']:.0f} s:"
-            f" validation accuracy {figures['validation_accuracy']:.1f}%. Everything is in {options.output}."
+            f" validation {quality}. Everything is in {options.output}."
         )
 
     return figures, show
 
 
 def evaluate(options) -> Any:
-    """Accuracy by test set beside the always-`#` rate, mean depth, MACs and seconds."""
+    """Accuracy by test set beside the always-`#` rate, or a language model's loss; mean depth, MACs and seconds."""
+    if _is_language(options.checkpoint):
+        return _evaluate_language(options)
     knobs = _knobs(options)
     _quieten()
     from .evaluate import evaluate as run
@@ -179,9 +196,90 @@ def evaluate(options) -> Any:
     return figures, show
 
 
+def _evaluate_language(options) -> Any:
+    knobs = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
+    knobs = {name: value for name, value in knobs.items() if value is not None}
+    _quieten()
+    start = time.time()
+    if options.tasks or options.files:
+        from .evaluate import load
+        from .harness import evaluate_lm, perplexity
+
+        loaded = load(options.checkpoint, options.policy)
+        if options.files:
+            figures = perplexity(loaded.model, loaded.tokenizer, options.files.split(","), **knobs)
+        else:
+            subjects = [name for name in (options.subjects or "").split(",") if name]
+            figures = evaluate_lm(
+                loaded.model,
+                loaded.tokenizer,
+                options.tasks.split(","),
+                limit=options.limit,
+                subjects=subjects,
+                **knobs,
+            )
+        _write_for_checkpoint(options, time.time() - start, figures)
+        return figures, lambda: print(json.dumps(figures, indent=1))
+    from .language import evaluate_language
+
+    figures = evaluate_language(options.checkpoint, _sets(options), options.policy, **knobs)
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        measure = "accuracy" if "accuracy" in figures else "bits_per_byte"
+        rows = [
+            (name, f"{row['loss']:.4f}", f"{row[measure]:.3f}", f"{row['mean_depth']:.2f}")
+            for name, row in figures["by_group"].items()
+        ]
+        notes = [
+            f"all: loss {figures['loss']:.4f}, {figures['macs_per_token'] / 1e6:.2f} MMACs per token,"
+            f" {figures['seconds']:.1f} s, {figures['tokens']:,} tokens"
+        ]
+        unit = "accuracy %" if measure == "accuracy" else "bits/byte"
+        title = f"{options.checkpoint}: {figures['full_depth']} loops at most"
+        table(title, ("set", "loss (nats)", unit, "loops/token"), rows, notes)
+
+    return figures, show
+
+
+def _sweep_language(options, thresholds: Sequence[float]) -> Any:
+    _quieten()
+    from .language import sweep_language
+
+    start = time.time()
+    figures = sweep_language(
+        options.checkpoint, thresholds, _sets(options), options.repeats, options.policy, options.limit
+    )
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        rows = [
+            (
+                f"depth {row['max_steps']}" if "max_steps" in row else f"{row['threshold']:g}",
+                f"{row['loss']:.4f}",
+                "{:+.2f}% [{:+.4f}, {:+.4f}]".format(row["loss_percent"], *row["interval"]),
+                f"{row['mean_depth']:.2f}",
+                f"{row['steps_skipped']:.1f}",
+                f"{100 * row['macs_share']:.1f}",
+                f"{100 * row['seconds_share']:.1f}",
+                f"{row['saved_over_fixed']:+.4f}" if "saved_over_fixed" in row else "",
+            )
+            for row in (*figures["fixed"], *figures["rows"])
+        ]
+        columns = ("setting", "loss", "against full depth [95%, nats]", "loops/token", "steps skipped %", "MACs %",
+                   "time %", "better than fixed")  # fmt: skip
+        notes = [f"policy {figures['policy']}; {figures['tokens']:,} tokens; the last column: nats saved against a"
+                 " fixed depth of the same MACs (straight line between two depths)."]  # fmt: skip
+        table(f"{options.checkpoint}: the knob beside fixed depths", columns, rows, notes)
+
+    return figures, show
+
+
 def sweep(options) -> Any:
-    """The knob: threshold -> steps skipped, MACs, wall-clock, accuracy."""
+    """The knob: threshold -> steps skipped, MACs, wall-clock, accuracy or loss."""
     thresholds = _in_unit(_numbers(options.thresholds))
+    if _is_language(options.checkpoint):
+        return _sweep_language(options, thresholds)
     _quieten()
     from .evaluate import sweep as run
 
@@ -215,7 +313,9 @@ def knob_table(figures: dict[str, Any], name: str) -> None:
 
 
 def depths(options) -> Any:
-    """Steps per token by operator count and by kind of token."""
+    """Steps per token by operator count and kind of token; of a language model, by topic, kind, frequency, position."""
+    if _is_language(options.checkpoint):
+        return _depths_language(options)
     knobs = _knobs(options)
     _quieten()
     from .depths import depths as run
@@ -238,6 +338,72 @@ def depths(options) -> Any:
             table(f"\nsteps by {title}", (title, "tokens", "mean", "spread", histogram), rows)
         if figures["collapsed"]:
             print("The depths have collapsed: all tokens stop at about the same step.")
+
+    return figures, show
+
+
+def _depths_language(options) -> Any:
+    knobs = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
+    knobs = {name: value for name, value in knobs.items() if value is not None}
+    _quieten()
+    from .text_depths import picture, text_depths
+
+    start = time.time()
+    figures = text_depths(options.checkpoint, options.policy, options.rules, options.limit, **knobs)
+    _write_for_checkpoint(options, time.time() - start, figures)
+    if options.picture:
+        picture(figures, Path(options.picture))
+
+    def show() -> None:
+        for part in (
+            "by_topic",
+            "by_topic_adjusted",
+            "by_kind",
+            "by_frequency",
+            "by_position",
+            "by_loss_at_depth_1",
+        ):
+            rows = [
+                (
+                    name,
+                    f"{row['tokens']:,}" if "tokens" in row else "",
+                    "{:.3f} [{:.3f}, {:.3f}]".format(row["mean"], *row["interval"]),
+                    f"{row['effect']:+.2f}" if "effect" in row else "",
+                )
+                for name, row in figures[part].items()
+            ]
+            table(f"\nloops {part.replace('_', ' ')}", ("", "tokens", "mean [95%]", "effect (d)"), rows)
+        oracle = figures["oracle"]
+        losses = "  ".join(f"{loss:.4f}" for loss in oracle["loss_by_depth"])
+        print(f"\nloss at depth 1..{figures['full_depth']}: {losses}")
+        print(
+            f"oracle: loss {oracle['loss']:.4f} at {oracle['mean_depth']:.2f} loops, headroom {oracle['headroom']:.4f}"
+        )
+        for name, value in figures["correlation"].items():
+            print(f"rank correlation of depth {name}: {value:+.3f}")
+        rows = [
+            (
+                row["rule"],
+                f"{row['saved_over_fixed']:+.4f}",
+                "" if row["of_headroom"] is None else f"{100 * row['of_headroom']:.1f}",
+                f"{row['threshold']:g}",
+                f"{row['loss']:.4f}",
+                f"{row['mean_depth']:.2f}",
+            )
+            for row in figures.get("rules", [])
+        ]
+        if rows:
+            columns = (
+                "exit rule",
+                "better than fixed (nats)",
+                "% of headroom",
+                "threshold",
+                "loss",
+                "loops/token",
+            )
+            table("\nexit rules, each where it does best", columns, rows)
+        if figures["advice"]:
+            print(f"The depths have collapsed: {figures['advice']}.")
 
     return figures, show
 
@@ -293,6 +459,80 @@ def presets(options) -> Any:
         columns = ("preset", "M params", "published", "%", "M MACs", "published", "%", "vocab", "paper")
         listed = [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
         table("Encoder-decoders of the presets", columns, rows, [f"MACs: {MACS_RULE}.", *listed])
+
+    return figures, show
+
+
+def matrix(options) -> Any:
+    """Bodies x policies x seeds of looped language models; goes on where it was stopped."""
+    _quieten()
+    from .matrix import run_matrix
+    from .progress import TrainingProgress
+
+    start = time.time()
+    figures = run_matrix(options.matrix, options.output, options.only, TrainingProgress)
+    if options.result:
+        _write(options, options.matrix, None, time.time() - start, figures)
+
+    def show() -> None:
+        rows = [
+            (
+                f"{row['body']} {row['policy']}" + (" (equal MACs)" if row["budget"] == "macs" else ""),
+                row["seeds"],
+                row["loops"],
+                f"{row['loss']:.4f}" + ("" if row["loss_spread"] is None else f" ±{row['loss_spread']:.4f}"),
+                f"{row['mean_depth']:.2f}",
+                f"{row['macs_per_token'] / 1e6:.3f}",
+                f"{row['tokens_per_second']:,}",
+                "" if row["saved_over_fixed"] is None else f"{row['saved_over_fixed']:+.4f}",
+                f"{row['collapsed']} of {row['seeds']}",
+            )
+            for row in figures["rows"]
+        ]
+        columns = ("cell", "seeds", "loops", "loss", "loops/token", "MMACs/token", "tokens/s", "better than fixed",
+                   "collapsed")  # fmt: skip
+        notes = [
+            f"{figures['done']} of {figures['cells']} cells; table.json and picture.svg are in {options.output}."
+        ]
+        table(f"{options.matrix}", columns, rows, notes)
+
+    return figures, show
+
+
+def isoflops(options) -> Any:
+    """A looped model beside dense models of the same parameters and of the same arithmetic; the exponent of loops."""
+    _quieten()
+    from .isoflops import run_isoflops
+    from .progress import TrainingProgress
+
+    start = time.time()
+    figures = run_isoflops(options.plan, options.output, options.only, TrainingProgress)
+    if options.result:
+        _write(options, options.plan, None, time.time() - start, figures)
+
+    def show() -> None:
+        rows = [
+            (
+                row["member"],
+                row["seeds"],
+                f"{row['parameters']:,}",
+                f"{row['loss']:.4f}" + ("" if row["loss_spread"] is None else f" ±{row['loss_spread']:.4f}"),
+                "" if row["minus_looped"] is None else f"{row['minus_looped']:+.4f}",
+                f"{row['macs_per_token'] / 1e6:.3f}",
+                f"{row['train_cpu_seconds']:.0f}",
+            )
+            for row in figures["members"]
+        ]
+        columns = ("model", "seeds", "parameters", "loss", "minus looped", "MMACs/token", "training CPU s")
+        notes = [f"{figures['done']} of {figures['cells']} models; table.json is in {options.output}."]
+        if figures["exponent"]:
+            notes.insert(
+                0,
+                "a layer looped r times is worth r^phi layers, phi = {phi} {interval}".format(
+                    **figures["exponent"]
+                ),
+            )
+        table(options.plan, columns, rows, notes)
 
     return figures, show
 

@@ -3,14 +3,21 @@
     dense.py       Transformer                          Vaswani et al. 2017; with experts, MoA (Zhang et al. 2022)
     universal.py   Universal Transformer                Dehghani et al. 2019
     sut.py         Sparse Universal Transformer         Tan et al. 2023
+    looped.py      looped language model                prelude, core x loops, coda; num_loops=1: dense decoder
 
-    base heads seq2seq                                  config, output, heads
-    block attention experts halting rows ledger         the mechanisms
+    base heads seq2seq causal                           config, output, heads
+    block attention experts halting rows cache ledger   the mechanisms
 
 Importing this module registers every architecture with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from .dense import (
     TransformerConfig,
@@ -18,6 +25,7 @@ from .dense import (
     TransformerForSequenceClassification,
     TransformerModel,
 )
+from .looped import LoopedConfig, LoopedForCausalLM, LoopedModel
 from .sut import (
     SparseUniversalTransformerConfig,
     SparseUniversalTransformerForSeq2SeqLM,
@@ -52,12 +60,16 @@ ARCHITECTURES = (
     ),
 )
 
-for config, *models in ARCHITECTURES:
-    AutoConfig.register(config.model_type, config)
-    for auto, model in zip(
-        (AutoModel, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM), models, strict=True
-    ):
-        auto.register(config, model)
-        # a saved checkpoint carries its code, so that it loads where tenuto is not installed
-        model.register_for_auto_class(auto.__name__)
-    config.register_for_auto_class()
+DECODERS = ((LoopedConfig, LoopedModel, LoopedForCausalLM),)
+
+for family, autos in (
+    (ARCHITECTURES, (AutoModel, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM)),
+    (DECODERS, (AutoModel, AutoModelForCausalLM)),
+):
+    for config, *models in family:
+        AutoConfig.register(config.model_type, config)
+        for auto, model in zip(autos, models, strict=True):
+            auto.register(config, model)
+            # a saved checkpoint carries its code, so that it loads where tenuto is not installed
+            model.register_for_auto_class(auto.__name__)
+        config.register_for_auto_class()

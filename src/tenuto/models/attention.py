@@ -86,21 +86,46 @@ class BucketBias(nn.Module):
         return self((positions - positions[:, None]).unsqueeze(0)).squeeze(0).contiguous()
 
 
+class Rotary:
+    """Rotary positions (Su et al. 2021): cosines and sines [B, T, D] of every place, packed once for live rows."""
+
+    def __init__(self, cos_BTD: Tensor, sin_BTD: Tensor):
+        self.grids, self.rows, self.last = (cos_BTD, sin_BTD), None, None
+
+    def of(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """[N, D] cosines and sines of the rows."""
+        if rows is not self.rows:
+            self.rows, self.last = rows, tuple(rows.pack(grid) for grid in self.grids)
+        return self.last
+
+
+def rotate(x_NnD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Turns each pair (i, i + D/2) of the last axis of [N, ..., D] by its row's angle; None: no rotary positions."""
+    if angles is None:
+        return x_NnD
+    cos, sin = (part.view(len(part), *(1,) * (x_NnD.dim() - 2), -1) for part in angles)
+    first, second = x_NnD.chunk(2, dim=-1)
+    return x_NnD * cos + torch.cat([-second, first], dim=-1) * sin
+
+
 @dataclass(frozen=True)
 class View:
     """What one query group may read. offsets: [1 or S, L, T] key minus query position (window positions only).
     scores: [S or 1, 1 or H, L, T] added to the scores (float) or visible keys (bool); None: everything, equally.
+    causal: every place of the sequence is a query and sees itself and what is before it; then scores is None.
     """
 
     offsets: Tensor | None
     scores: Tensor | None
+    causal: bool = False
 
 
 class Reach:
     """What the queries of a stack may read, made once per forward; groups that stay keep their views.
 
     mask_BT is true where a key may be read (None: all); bias_HTT is `BucketBias.all_pairs`; causal lets a query see
-    its own and earlier positions only; chosen = k queries per token.
+    its own and earlier positions only; chosen = k queries per token. length is the number of keys.
+    pairs [1 or B, 1, T, K], from transformers' mask functions, says it all instead (bool: visible; float: added).
     """
 
     def __init__(
@@ -111,9 +136,10 @@ class Reach:
         causal: bool = False,
         bias_HTT: Tensor | None = None,
         offsets: bool = False,
+        pairs: Tensor | None = None,
     ):
         self.length, self.chosen, self.mask_BT = length, chosen, mask_BT
-        self.causal, self.bias_HTT, self.offsets = causal, bias_HTT, offsets
+        self.causal, self.bias_HTT, self.offsets, self.pairs = causal, bias_HTT, offsets, pairs
         self.rows, self.last = None, []
 
     def views(self, rows: Rows) -> list[View]:
@@ -125,6 +151,11 @@ class Reach:
     def _view(self, group: QueryGroup) -> View:
         # without gathering, every sequence has the same positions: one row stands for all
         positions = group.positions if group.slots is not None else group.positions[:1]
+        if self.pairs is not None:
+            return View(None, self._pairs(group).repeat(1, 1, self.chosen, 1))
+        if self.causal and self.mask_BT is None and self.bias_HTT is None and not self.offsets:
+            if group.slots is None and self.chosen == 1:
+                return View(None, None, causal=True)
         keys = torch.arange(self.length, device=positions.device)
         offsets = keys - positions.repeat(1, self.chosen).unsqueeze(-1)
         visible = None
@@ -140,6 +171,31 @@ class Reach:
         bias = bias.unflatten(1, positions.shape).transpose(0, 1).repeat(1, 1, self.chosen, 1)
         return View(None, bias if visible is None else hide(bias, visible))
 
+    def readable(self, rows: Rows) -> Tensor:
+        """[N] how many keys each row may read."""
+        if self.pairs is not None:
+            visible = self.pairs if self.pairs.dtype == torch.bool else self.pairs == 0
+            counts_BT = visible.squeeze(1).sum(-1).expand(rows.batch, -1)
+            return counts_BT.reshape(-1)[rows.places]
+        if not self.causal:
+            counts = None if self.mask_BT is None else self.mask_BT.sum(-1)[rows.sequence]
+            return torch.full_like(rows.places, self.length) if counts is None else counts
+        if self.mask_BT is None:
+            return rows.position + 1
+        return self.mask_BT.cumsum(-1)[rows.sequence, rows.position]
+
+    def _pairs(self, group: QueryGroup) -> Tensor:
+        """[1 or S, 1, Q, K]: the prepared mask's lines for the group's queries."""
+        one_for_all = len(self.pairs) == 1
+        chosen = self.pairs if one_for_all else group.sequences_of(self.pairs)
+        if group.slots is None:
+            return chosen
+        if one_for_all:
+            return chosen[0, 0][group.positions].unsqueeze(1)
+        return chosen[torch.arange(len(chosen), device=chosen.device)[:, None], 0, group.positions].unsqueeze(
+            1
+        )
+
 
 def hide(scores: Tensor, visible: Tensor) -> Tensor:
     """Scores with the lowest finite number where a key may not be read."""
@@ -150,7 +206,8 @@ class Attention(nn.Module):
     """Multi-head attention over rows, with experts (MoMHA) when config.attention_experts > 1.
 
     `causal` lets a query see its own and earlier positions only. `cross` reads another sequence's states: no
-    relative positions.
+    relative positions. With `num_key_value_heads` below `num_attention_heads` (grouped-query attention) neighbouring
+    query heads share a key/value head.
     """
 
     def __init__(self, config, causal: bool = False, cross: bool = False):
@@ -158,13 +215,17 @@ class Attention(nn.Module):
         self.config, self.is_causal, self.cross = config, causal, cross
         experts, self.chosen = config.attention_experts, config.attention_experts_per_token
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
-        size, width = config.hidden_size, self.heads * self.head_dim
+        self.kv_heads = config.num_key_value_heads or self.heads
+        self.num_key_value_groups = (
+            self.heads // self.kv_heads
+        )  # by this name transformers' functions read it
+        size, width, narrow = config.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.router = Router(
             size, experts, self.chosen, config.router, config.router_samples, config.router_dropout
         )
         self.query = ExpertLinear(experts, size, width)
-        self.key = nn.Linear(size, width, bias=False)
-        self.value = nn.Linear(size, width, bias=False)
+        self.key = nn.Linear(size, narrow, bias=False)
+        self.value = nn.Linear(size, narrow, bias=False)
         self.output = ExpertLinear(experts, width, size)
         self.relative = None
         if config.relative_positions == "window" and not cross:
@@ -185,24 +246,33 @@ class Attention(nn.Module):
         """MACs of one query token against one key token: scores and mixing, all k*H heads."""
         return 2 * self.chosen * self.heads * self.head_dim
 
-    def project(self, states_Md: Tensor, rows: Rows, kv: tuple | None) -> tuple[Tensor, Tensor]:
+    def project(
+        self, states_Md: Tensor, rows: Rows, kv: tuple | None, angles: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of `rows`' states into the [B, T, H, D] buffers; returns the new buffers.
 
         Tokens not in `rows` keep what `kv` holds: that is how stopped tokens stay visible without being computed.
+        `angles`: the rows' rotary positions.
         """
-        shape = (-1, self.heads, self.head_dim)
+        shape = (-1, self.kv_heads, self.head_dim)
         old_k, old_v = kv if kv is not None else (None, None)
         return (
-            rows.write(old_k, self.key(states_Md).view(shape)),
+            rows.write(old_k, rotate(self.key(states_Md).view(shape), angles)),
             rows.write(old_v, self.value(states_Md).view(shape)),
         )
 
     def forward(
-        self, x_Nd: Tensor, rows: Rows, kv: tuple[Tensor, Tensor], views: list[View]
+        self,
+        x_Nd: Tensor,
+        rows: Rows,
+        kv: tuple[Tensor, Tensor],
+        views: list[View],
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Dispatch | None]:
         """Rows -> rows (Eq. 3), and the routing decision.
 
-        `kv` are key and value buffers [B, T, H, D]; `views` says for each query group what it may read.
+        `kv` are key and value buffers [B, K, H, D]; `views` says for each query group what it may read; `angles` are
+        the rows' rotary positions.
         """
         dispatch = self.router(x_Nd)
         if dispatch is None:
@@ -210,6 +280,7 @@ class Attention(nn.Module):
         else:
             q = dispatch.receive(self.query(dispatch.send(x_Nd), dispatch))
             q_NkHD = q.view(-1, self.chosen, self.heads, self.head_dim)
+        q_NkHD = rotate(q_NkHD, angles)
         groups = zip(rows.groups, views, strict=True)
         out_Nkn = rows.regroup([self._attend(q_NkHD, group, view, kv) for group, view in groups])
         if dispatch is None:
@@ -241,44 +312,37 @@ class Attention(nn.Module):
             scores,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=D**-0.5,
-            is_causal=False,
+            is_causal=view.causal,
         )
         out = out_SLHD.reshape(S, k, Q, H * D).transpose(1, 2)
         return group.unpad(out)
 
-    def account(self, ledger: Ledger, rows: Rows, key_mask_BT: Tensor | None, length: int) -> None:
+    def account(self, ledger: Ledger, rows: Rows, reach: Reach) -> None:
         """Books the queries, outputs, router and scores of one application (keys and values: `account_kv`)."""
         kind = "linear" if self.query.weight.shape[0] == 1 else "expert"
         ledger.add(kind, rows.per_sequence, self.row_macs)
         ledger.add("router", rows.per_sequence, self.router.row_macs)
-        executed = torch.zeros_like(rows.per_sequence)
+        queries = torch.zeros_like(rows.per_sequence)
         for group in rows.groups:
             where = slice(None) if group.sequences is None else group.sequences
-            executed[where] = group.positions.shape[1]
-        if key_mask_BT is None:
-            readable = torch.full_like(rows.per_sequence, length)
-        else:
-            readable = key_mask_BT.sum(-1)
-        if self.is_causal:
-            position = rows.position
-            if key_mask_BT is not None:
-                position = key_mask_BT.cumsum(-1)[rows.sequence, position] - 1
-            pairs = torch.zeros_like(rows.per_sequence).index_add(0, rows.sequence, position + 1)
-        else:
-            pairs = rows.per_sequence * readable
-        ledger.add_attention(executed * length, pairs, self.pair_macs)
+            queries[where] = group.positions.shape[1]
+        pairs = torch.zeros_like(rows.per_sequence).index_add(0, rows.sequence, reach.readable(rows))
+        ledger.add_attention(queries * reach.length, pairs, self.pair_macs)
         if self.relative is not None:
-            ledger.add("attention", executed, self.chosen * self.relative.row_macs)
+            ledger.add("attention", queries, self.chosen * self.relative.row_macs)
 
     def account_kv(self, ledger: Ledger, rows: Rows) -> None:
         """Books the keys and values projected for `rows`."""
         ledger.add("linear", rows.per_sequence, self.kv_macs)
-        ledger.add_kv(rows.per_sequence, 2 * self.heads * self.head_dim * self.key.weight.element_size())
+        ledger.add_kv(rows.per_sequence, 2 * self.kv_heads * self.head_dim * self.key.weight.element_size())
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, is_causal=False, **_):
     """The plain formula, for `attn_implementation="eager"`; same layouts as transformers' functions."""
+    key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
     scores = (query * scaling) @ key.transpose(-1, -2)
+    if is_causal:
+        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)

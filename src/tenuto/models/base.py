@@ -12,6 +12,10 @@ from transformers.utils import ModelOutput
 
 from .attention import BucketBias, RelativeWindow
 from .experts import ExpertLinear
+from .linear_attention import LinearAttention
+from .memory import Memory
+
+TERMS = {"task", "act", "mim", "switch", "ponder", "exit"}
 
 
 @strict
@@ -31,6 +35,9 @@ class AdaptiveConfig(PreTrainedConfig):
 
     hidden_size: int = 512  # d
     num_attention_heads: int = 8  # H, of one expert
+    num_key_value_heads: int | None = (
+        None  # below num_attention_heads: grouped-query attention; None: as many
+    )
     head_dim: int = 64  # D
     attention_experts: int = 1  # E; 1: ordinary multi-head attention
     attention_experts_per_token: int = 1  # k
@@ -64,11 +71,14 @@ class AdaptiveConfig(PreTrainedConfig):
 
     keys_to_ignore_at_inference = [
         "losses", "last_hidden_state", "depths", "expected_depths", "decoder_depths", "decoder_expected_depths",
-        "compute", "routing", "balance",
+        "compute", "routing", "balance", "cache",
     ]  # fmt: skip
 
     def validate_experts(self):
-        """A token cannot choose more experts than there are."""
+        """A token cannot choose more experts than there are, nor heads be shared unevenly."""
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if shared is not None and (shared < 1 or heads % shared):
+            raise ValueError(f"num_key_value_heads={shared} must divide num_attention_heads={heads}.")
         for part in ("attention", "ffn"):
             experts = getattr(self, f"{part}_experts")
             chosen = getattr(self, f"{part}_experts_per_token")
@@ -124,6 +134,7 @@ class AdaptiveOutput(ModelOutput):
     decoder_depths, decoder_expected_depths: the same for the decoder.
     compute: `Ledger`, MACs by kind and K/V bytes per sequence.
     balance: router statistics by name (training, or `output_routing`). routing: see `StackOutput`.
+    cache: keys and values of a causal language model's tokens, to go on from.
     """
 
     loss: Tensor | None = None
@@ -137,6 +148,7 @@ class AdaptiveOutput(ModelOutput):
     compute: Any = None
     balance: dict | None = None
     routing: list | None = None
+    cache: Any = None
 
 
 class AdaptivePreTrainedModel(PreTrainedModel):
@@ -171,8 +183,17 @@ class AdaptivePreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, LinearAttention | Memory):
+            module.reset_parameters()
+        elif hasattr(module, "original_inv_freq"):
+            # rotary frequencies are not in a checkpoint: transformers computes them
+            super()._init_weights(module)
         if getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
+        if getattr(module, "starts_as_sum", False):
+            init.copy_(module.weight, torch.eye(len(module.weight)).repeat(1, 2))
+        for name, value in getattr(module, "starts_at", {}).items():
+            init.constant_(getattr(module, name), value)
 
     @staticmethod
     def refuse(unknown: dict) -> None:
@@ -192,7 +213,9 @@ class AdaptivePreTrainedModel(PreTrainedModel):
     def weigh(self, losses: dict[str, Tensor], loss_weights: dict[str, float] | None) -> Tensor:
         """Sum of the terms: the task's with weight 1, the others with the config's or the call's weight."""
         weights = {"task": 1.0, **self.config.loss_weights(), **(loss_weights or {})}
-        unknown = set(weights) - {"task", "act", "mim", "switch"}
+        unknown = set(weights) - TERMS
         if unknown:
-            raise ValueError(f"loss_weights names {sorted(unknown)}; the terms are act, mim, switch.")
+            raise ValueError(
+                f"loss_weights names {sorted(unknown)}; the terms are {', '.join(sorted(TERMS))}."
+            )
         return sum(weights.get(name, 0.0) * value for name, value in losses.items())

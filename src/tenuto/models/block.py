@@ -6,8 +6,11 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import Attention, BucketBias, Reach, View
+from .documents import Documents
 from .experts import Dispatch, FeedForward
 from .ledger import Ledger
+from .linear_attention import LinearAttention, RecurrentState
+from .memory import Recall
 from .rows import Rows
 
 
@@ -64,14 +67,18 @@ class Branch(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """The unit that is stacked (dense) or iterated (universal)."""
+    """The unit that is stacked (dense) or iterated (universal, looped).
 
-    def __init__(self, config, decoder: bool = False):
+    A decoder's is causal, with cross-attention unless `cross` is false (a language model's).
+    """
+
+    def __init__(self, config, decoder: bool = False, cross: bool | None = None):
         super().__init__()
+        cross = decoder if cross is None else cross
         self.attention = Attention(config, causal=decoder)
         self.attention_branch = Branch(config)
-        self.cross = Attention(config, cross=True) if decoder else None
-        self.cross_branch = Branch(config) if decoder else None
+        self.cross = Attention(config, cross=True) if cross else None
+        self.cross_branch = Branch(config) if cross else None
         self.feed_forward = FeedForward(config)
         self.feed_forward_branch = Branch(config)
 
@@ -83,15 +90,16 @@ class Block(GradientCheckpointingLayer):
         views: list[View],
         memory_kv: tuple[Tensor, Tensor] | None = None,
         memory_views: list[View] | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Dispatch]]:
         """Live rows -> live rows one step further, and the routing decisions by module name.
 
         `kv`: self-attention's buffers, from `keys_values`. `memory_kv`: the encoder's, from `memory_keys_values`.
-        `views`, `memory_views`: what the queries may read, from `Reach`.
+        `views`, `memory_views`: what the queries may read, from `Reach`. `angles`: rotary positions of the rows.
         """
         routing = {}
         branch = self.attention_branch
-        out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, views)
+        out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, views, angles)
         x_Nd = branch.add(x_Nd, out)
         if self.cross is not None:
             branch = self.cross_branch
@@ -102,9 +110,11 @@ class Block(GradientCheckpointingLayer):
         x_Nd = branch.add(x_Nd, out)
         return x_Nd, {name: one for name, one in routing.items() if one is not None}
 
-    def keys_values(self, states_Md: Tensor, rows: Rows, kv: tuple | None) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, states_Md: Tensor, rows: Rows, kv: tuple | None, angles: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Self-attention's K/V buffers with `rows` projected from their states."""
-        return self.attention.project(self.attention_branch.before(states_Md), rows, kv)
+        return self.attention.project(self.attention_branch.before(states_Md), rows, kv, angles)
 
     def memory_keys_values(self, memory_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-attention's K/V of the encoder's states; for a tied block once, they do not change."""
@@ -116,18 +126,21 @@ class Block(GradientCheckpointingLayer):
         ledger: Ledger,
         rows: Rows,
         kv_rows: Rows,
-        mask_BT: Tensor | None,
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
+        reach: Reach,
+        memory: Tensor | None = None,
+        memory_reach: Reach | None = None,
         first: bool = True,
     ) -> None:
         """Books one application to `rows`, keys and values written for `kv_rows` (the encoder's, if `first`)."""
         self.attention.account_kv(ledger, kv_rows)
-        self.attention.account(ledger, rows, mask_BT, rows.length)
+        self.attention.account(ledger, rows, reach)
         if self.cross is not None:
             if first:
                 self.cross.account_kv(ledger, Rows.of(memory, None))
-            self.cross.account(ledger, rows, memory_mask, memory.shape[1])
+            self.cross.account(ledger, rows, memory_reach)
+        self._account_feed_forward(ledger, rows)
+
+    def _account_feed_forward(self, ledger: Ledger, rows: Rows) -> None:
         feed_forward = self.feed_forward
         kind = "linear" if feed_forward.router.experts == 1 else "expert"
         ledger.add(kind, rows.per_sequence, feed_forward.row_macs)
@@ -141,6 +154,82 @@ class Block(GradientCheckpointingLayer):
         parts = [self.attention] + ([self.cross] if self.cross is not None else [])
         macs = self.feed_forward.row_macs + self.feed_forward.router.row_macs
         return macs + sum(part.row_macs + part.kv_macs + part.router.row_macs for part in parts)
+
+
+class LoopBlock(Block):
+    """The unit of a looped language model: attention or a recurrent mixer, and perhaps a memory to read (memory.py).
+
+    `mixer`: "attention", or a kind of linear_attention.py, which then stands where attention does.
+    """
+
+    def __init__(self, config, mixer: str = "attention", memory: bool = False):
+        super().__init__(config, decoder=True, cross=memory)
+        self.recurrent = mixer != "attention"
+        if self.recurrent:
+            self.attention = LinearAttention(config)
+
+    def forward(
+        self,
+        x_Nd: Tensor,
+        rows: Rows,
+        past: tuple[Tensor, Tensor] | RecurrentState | None,
+        reach: Reach,
+        documents: Documents,
+        recall: Recall | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, dict[str, Dispatch], RecurrentState | None]:
+        """Live rows -> live rows one step further, the routing decisions, and a recurrent mixer's state after them.
+
+        `past`: the K/V buffers of all that may be read, this call's rows among them; or the state before this call.
+        """
+        routing, state, branch = {}, None, self.attention_branch
+        if self.recurrent:
+            out, state = self.attention.mix(branch.before(x_Nd), documents.of(rows), past)
+        else:
+            views = reach.views(rows)
+            out, routing["attention"] = self.attention(branch.before(x_Nd), rows, past, views, angles)
+        x_Nd = branch.add(x_Nd, out)
+        if recall is not None:
+            x_Nd = self._recall(x_Nd, rows, recall)
+        branch = self.feed_forward_branch
+        out, routing["feed_forward"] = self.feed_forward(branch.before(x_Nd))
+        x_Nd = branch.add(x_Nd, out)
+        return x_Nd, {name: one for name, one in routing.items() if one is not None}, state
+
+    def _recall(self, x_Nd: Tensor, rows: Rows, recall: Recall) -> Tensor:
+        """The cross-attention branch, for the rows that have something to read."""
+        readers, own, views = recall.of(rows)
+        if not len(readers):
+            return x_Nd
+        branch, x_nd = self.cross_branch, x_Nd.index_select(0, readers)
+        out, _ = self.cross(branch.before(x_nd), own, recall.kv, views)
+        return x_Nd.index_copy(0, readers, branch.add(x_nd, out))
+
+    def keys_values(
+        self, states_Md: Tensor, rows: Rows, kv: tuple | None, angles: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As a block's; a recurrent mixer has none."""
+        return None if self.recurrent else super().keys_values(states_Md, rows, kv, angles)
+
+    def account(
+        self, ledger: Ledger, rows: Rows, reach: Reach, documents: Documents, recall: Recall | None = None
+    ) -> None:
+        """Books one application to `rows`."""
+        if self.recurrent:
+            documents.book(ledger, lambda ledger: self.attention.account(ledger, documents.of(rows)))
+        else:
+            self.attention.account_kv(ledger, rows)
+            self.attention.account(ledger, rows, reach)
+        if recall is not None:
+            recall.account(self.cross, ledger, rows)
+        self._account_feed_forward(ledger, rows)
+
+    def token_macs(self) -> int:
+        """As a block's; the memory's keys and values are not a token's (`Memory.token_macs`)."""
+        macs = self.feed_forward.row_macs + self.feed_forward.router.row_macs + self.attention.row_macs
+        if not self.recurrent:
+            macs += self.attention.kv_macs + self.attention.router.row_macs
+        return macs + (0 if self.cross is None else self.cross.row_macs)
 
 
 class Stack(nn.Module):

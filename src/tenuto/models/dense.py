@@ -64,7 +64,7 @@ class TransformerStack(Stack):
             memory_kv = block.memory_keys_values(memory) if memory is not None else None
             memory_views = memory_reach.views(rows) if memory is not None else None
             h_Nd, dispatches = block(h_Nd, rows, kv, reach.views(rows), memory_kv, memory_views)
-            block.account(ledger, rows, rows, mask_BT, memory, memory_mask)
+            block.account(ledger, rows, rows, reach, memory, memory_reach)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:
                     balance[f"{step}.{name}"] = Balance.of(dispatch, h_Nd.new_ones(len(rows)))

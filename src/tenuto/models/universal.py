@@ -127,7 +127,7 @@ class UniversalStack(Stack):
                 self._input(h_Nd, x_Nd, step), rows, kv, reach.views(rows), memory_kv, memory_views
             )
             s_Nd = policy.combine(state, h_Nd)
-            block.account(ledger, rows, kv_rows, mask_BT, memory, memory_mask, first=step == 1)
+            block.account(ledger, rows, kv_rows, reach, memory, memory_reach, first=step == 1)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:
                     used = Balance.of(dispatch, state.log_left.exp())

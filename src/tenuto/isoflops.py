@@ -1,0 +1,192 @@
+"""Equal-FLOPs evidence: a looped model beside every dense model it could be taken for.
+
+    (1) L(N_once + r^phi N_rec) = E + A (N_once + r^phi N_rec)^-alpha        at the same tokens (2604.21106)
+
+N_rec are the parameters that r loops share, N_once the others (embeddings apart); phi = 0: a repetition is worth
+nothing, phi = 1: as much as fresh parameters. Fitted over widths and loops by least squares, the interval from
+resampling the runs of each (width, r) point.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .matrix import Cell, language_recipe, load_plan, run_cells, token_macs, varied
+
+
+@dataclass
+class Iso:
+    """What is compared.
+
+    base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison. The dense models
+    are made from it: same parameters (one loop); the unrolled shape (r x C layers: same arithmetic, training and
+    inference, on the same tokens); same parameters on as many more tokens as give the same training arithmetic; and
+    of the looped model itself every fixed depth up to r. widths, loops, width_seeds: the grid of the exponent:
+    hidden sizes (heads and feed-forward grow with them) and r, unrolled depth kept.
+    """
+
+    base: str
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    widths: list[int] = field(default_factory=list)
+    loops: list[int] = field(default_factory=lambda: [1, 2, 4])
+    width_seeds: dict[int, list[int]] = field(default_factory=dict)
+    thresholds: list[float] = field(default_factory=lambda: [0.7, 0.5, 0.4, 0.3, 0.2, 0.1])
+
+
+PLAIN = {"policy": "fixed", "objective": "policy", "act_weight": 0.0}
+
+
+def cells_of(plan: Iso) -> list[Cell]:
+    """The comparison's models and the grid's."""
+    from .presets import preset
+
+    base = language_recipe(plan.base)
+    looped = preset(base.preset, **base.config)
+    r, layers, steps = looped.num_loops, looped.num_core_layers, base.training["max_steps"]
+    dense = {**PLAIN, "num_loops": 1, "input_injection": "none"}
+    once, each = token_macs(base.preset, {**base.config, **PLAIN})
+    head = looped.hidden_size * looped.vocab_size
+    # what the looped model's training costs against one pass of its layers: sampled depth costs half of the loops
+    spent = (1 + r) / 2 if looped.objective == "sampled" else r
+    longer = round(steps * (once + spent * each + head) / (once + each + head))
+    cells = []
+    for seed in plan.seeds:
+        members = {
+            "looped": varied(base, {}, seed),
+            "dense, same parameters": varied(base, dense, seed),
+            "dense, same parameters, same training MACs": varied(base, dense, seed, max_steps=longer),
+            "dense, unrolled": varied(base, {**dense, "num_core_layers": r * layers}, seed),
+        }
+        for name, recipe in members.items():
+            folder = name.replace(", ", "-").replace(" ", "-")
+            cells.append(Cell(f"{folder}-{seed}", {"member": name, "seed": seed}, recipe))
+    for width in plan.widths:
+        for loops in plan.loops:
+            unrolled = r * layers
+            if unrolled % loops:
+                raise ValueError(
+                    f"{unrolled} layers do not divide into {loops} loops; change num_core_layers or loops."
+                )
+            shape = {
+                **PLAIN, "hidden_size": width, "num_attention_heads": width // looped.head_dim,
+                "num_key_value_heads": width // looped.head_dim, "num_loops": loops,
+                "num_core_layers": unrolled // loops,
+                "intermediate_size": round(width * looped.intermediate_size / looped.hidden_size / 8) * 8,
+            }  # fmt: skip
+            for seed in plan.width_seeds.get(width, [0]):
+                labels = {"member": "grid", "width": width, "r": loops, "seed": seed}
+                cells.append(Cell(f"grid-{width}-{loops}-{seed}", labels, varied(base, shape, seed)))
+    return cells
+
+
+def block_parameters(recipe) -> tuple[int, int]:
+    """Parameters outside the core and of the core, embeddings and halting nets apart."""
+    import torch
+
+    from .presets import build, preset
+
+    with torch.device("meta"):
+        stack = build(preset(recipe.preset, **recipe.config), "causal").stack
+    count = {name: sum(p.numel() for p in part.parameters()) for name, part in stack.named_children()}
+    return count["prelude"] + count["coda"], count["core"]
+
+
+def fit_exponent(points: list[tuple[int, int, int, float]], draws: int = 200) -> dict[str, Any]:
+    """Eq. 1 from points (N_once, N_rec, r, loss): phi with its 95% bootstrap interval, alpha, E, A, residual.
+
+    For each phi of a grid and alpha of another, E and A follow linearly; the best pair wins. At least two widths of
+    r = 1 and two values of r are needed.
+    """
+    data = np.array(points, float)
+    if len(np.unique(data[:, 2])) < 2 or len(np.unique(data[data[:, 2] == 1][:, 1])) < 2:
+        raise ValueError("The exponent needs r = 1 at two widths at least, and another r.")
+
+    def best(rows: np.ndarray) -> tuple[float, float, float, float, float]:
+        found = (np.inf, 0.0, 0.0, 0.0, 0.0)
+        for alpha in np.linspace(0.05, 1.0, 20):
+            for phi in np.linspace(-0.25, 1.25, 76):
+                size = (rows[:, 0] + rows[:, 2] ** phi * rows[:, 1]) ** -alpha
+                scaled = size / size.mean()
+                design = np.stack([np.ones_like(scaled), scaled], 1)
+                answer, *_ = np.linalg.lstsq(design, rows[:, 3], rcond=None)
+                wrong = float(((design @ answer - rows[:, 3]) ** 2).sum())
+                # more parameters must not hurt
+                if wrong < found[0] and answer[1] > 0:
+                    found = (wrong, phi, alpha, answer[0], answer[1] / size.mean())
+        return found
+
+    wrong, phi, alpha, floor, scale = best(data)
+    random, drawn = np.random.default_rng(0), []
+    keys = [tuple(row[:3]) for row in data]
+    groups = [np.flatnonzero([key == one for key in keys]) for one in dict.fromkeys(keys)]
+    residual = (wrong / max(1, len(data) - 4)) ** 0.5
+    for _ in range(draws):
+        if all(len(group) == 1 for group in groups):
+            # one run a point: its noise is taken from the fit
+            rows = data.copy()
+            rows[:, 3] += random.normal(0, residual, len(rows))
+        else:
+            rows = data[np.concatenate([random.choice(group, len(group)) for group in groups])]
+        drawn.append(best(rows)[1])
+    return {
+        "phi": round(float(phi), 3),
+        "interval": np.percentile(drawn, [2.5, 97.5]).round(3).tolist(),
+        "alpha": round(float(alpha), 3),
+        "floor": round(float(floor), 4),
+        "scale": float(scale),
+        "residual": round(residual, 5),
+        "points": len(data),
+    }
+
+
+def members_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a member: loss over seeds, its difference from the looped model's (paired by seed), MACs."""
+    ours = {one["seed"]: one for one in results if one.get("member") == "looped"}
+    rows = []
+    for name in dict.fromkeys(one["member"] for one in results if one["member"] != "grid"):
+        some = [one for one in results if one["member"] == name]
+        loss = np.array([one["loss"] for one in some])
+        gaps = np.array([one["loss"] - ours[one["seed"]]["loss"] for one in some if one["seed"] in ours])
+        rows.append(
+            {
+                "member": name, "seeds": len(some), "parameters": some[0]["parameters"],
+                "loss": round(float(loss.mean()), 4),
+                "loss_spread": round(float(loss.std(ddof=1)), 4) if len(loss) > 1 else None,
+                "minus_looped": round(float(gaps.mean()), 4) if len(gaps) else None,
+                "minus_looped_spread": round(float(gaps.std(ddof=1)), 4) if len(gaps) > 1 else None,
+                "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
+                "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def run_isoflops(
+    path: str | Path, output: str | Path, only: str | None = None, progress=None
+) -> dict[str, Any]:
+    """Trains and measures every model into `output`, one folder each; writes table.json there.
+
+    only: names of models to run now, with * and ?; the tables have all that are done.
+    """
+    plan, output = load_plan(path, Iso), Path(output)
+    cells = cells_of(plan)
+    results = run_cells(cells, output, only, plan.thresholds, progress)
+    by_name = {cell.name: cell for cell in cells}
+    figures: dict[str, Any] = {"cells": len(cells), "done": len(results), "members": members_table(results)}
+    points = []
+    for one in results:
+        if one["member"] == "grid":
+            cell = by_name[f"grid-{one['width']}-{one['r']}-{one['seed']}"]
+            points.append((*block_parameters(cell.recipe), one["r"], one["loss"]))
+    figures["exponent"] = None
+    if len({(once, rec, r) for once, rec, r, _ in points}) >= 5:
+        figures["exponent"] = fit_exponent(points)
+    figures["grid"] = [dict(zip(("once", "shared", "r", "loss"), point, strict=True)) for point in points]
+    figures["results"] = results
+    (output / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return figures

@@ -1,0 +1,257 @@
+"""Causal language models measured: loss, depth, MACs and seconds of a checkpoint at any threshold, token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+
+from .data import algorithmic
+from .evaluate import Loaded, load
+from .tasks import held_out, problems
+
+BATCH = 16
+
+
+@dataclass
+class Measured:
+    """What a model did on R rows of T tokens.
+
+    losses [R, T]: nats of the token at each place, as predicted from the one before; nan where nothing predicts it.
+    depths [R, T]: loops that the token at each place ran; 0 at padding. right [R, T]: whether it was the first
+    choice. macs: all multiply-accumulates. seconds: of the forward passes.
+    """
+
+    losses: np.ndarray
+    depths: np.ndarray
+    right: np.ndarray
+    macs: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per predicted token."""
+        return float(np.nanmean(self.losses))
+
+    @property
+    def mean_depth(self) -> float:
+        """Loops per token."""
+        return float(self.depths[self.depths > 0].mean())
+
+
+@dataclass
+class Corpus:
+    """Validation rows as tensors [R, T]: input_ids, labels, and position_ids or attention_mask.
+
+    document [R, T]: index of the token's document (-1: padding); group [R, T]: index into `groups` (topics or sets).
+    bytes_per_token: of the whole held-out part, by group; empty for problems.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    document: np.ndarray
+    group: np.ndarray
+    groups: list[str]
+    bytes_per_token: dict[str, float]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[R, T], -100 where nothing is predicted."""
+        return self.inputs["labels"]
+
+
+def corpus_of(loaded: Loaded, names: Sequence[str] = (), limit: int | None = None) -> Corpus:
+    """The held-out text of the checkpoint's recipe, or its problems: sets `names` (all tests when none is given)."""
+    recipe = loaded.recipe
+    if recipe.data.text is not None:
+        if names:
+            raise ValueError("A text recipe has one held-out part; --sets has nothing to choose.")
+        packed, rows = held_out(recipe.data.text, loaded.tokenizer)
+        rows = rows[:limit]
+        inputs = {
+            "input_ids": packed.input_ids[rows],
+            "position_ids": packed.position_ids[rows],
+            "labels": packed.labels[rows],
+        }
+        size = {name: packed.bytes_per_token(name) for name in packed.topics}
+        return Corpus(
+            {name: torch.from_numpy(value).long() for name, value in inputs.items()},
+            packed.document[rows], packed.topic[rows], list(packed.topics), size,
+        )  # fmt: skip
+    made = problems(recipe)
+    made.pop("train")
+    unknown = [name for name in names if name not in made]
+    if unknown:
+        raise ValueError(f"There is no set {unknown[0]!r}; there are {', '.join(made)}.")
+    groups = list(names) or [name for name in made if name != "validation"]
+    chosen = [(number, one) for number, name in enumerate(groups) for one in made[name][:limit]]
+    # like lengths side by side
+    chosen.sort(key=lambda pair: len(pair[1].tokens))
+    data = algorithmic.AlgorithmicDataset([one for _, one in chosen], "causal")
+    inputs = data.collate([data[place] for place in range(len(data))])
+    group = np.array([number for number, _ in chosen])[:, None]
+    document = np.where(inputs["attention_mask"].bool(), np.arange(len(data))[:, None], -1)
+    return Corpus(inputs, document, np.broadcast_to(group, document.shape), groups, {})
+
+
+@torch.inference_mode()
+def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BATCH, **knobs) -> Measured:
+    """One pass over the rows; `knobs` are threshold, min_steps, max_steps."""
+    rows, length = corpus.labels.shape
+    losses = np.full((rows, length), np.nan, np.float32)
+    depths, right = np.zeros((rows, length), np.int16), np.zeros((rows, length), bool)
+    macs, seconds = 0, 0.0
+    bar = Console(stderr=True)
+    hidden = progress is None or not bar.is_terminal
+    for start in track(range(0, rows, batch), progress or "", console=bar, transient=True, disable=hidden):
+        some = {
+            name: value[start : start + batch] for name, value in corpus.inputs.items() if name != "labels"
+        }
+        labels = corpus.labels[start : start + batch]
+        if "attention_mask" in some:
+            longest = int(some["attention_mask"].sum(-1).max())
+            some = {name: value[:, :longest] for name, value in some.items()}
+            labels = labels[:, :longest]
+        some = {name: value.to(model.device) for name, value in some.items()}
+        before = _now(model.device)
+        out = model(**some, use_cache=False, **knobs)
+        seconds += _now(model.device) - before
+        macs += out.compute.total
+        targets = labels[:, 1:].to(model.device)
+        one = F.cross_entropy(
+            out.logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=-100
+        ).view(targets.shape)
+        one = one.masked_fill(targets == -100, torch.nan)
+        place = (slice(start, start + batch), slice(1, labels.shape[1]))
+        losses[place] = one.cpu().numpy()
+        right[place] = (out.logits[:, :-1].argmax(-1) == targets).cpu().numpy()
+        depths[start : start + batch, : labels.shape[1]] = out.depths.cpu().numpy()
+    return Measured(losses, depths, right, macs, seconds)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def summary(corpus: Corpus, said: Measured) -> dict[str, Any]:
+    """Figures of one pass: loss, bits per byte (text) or accuracy (problems), over all and by group."""
+    predicted = ~np.isnan(said.losses)
+    figures: dict[str, Any] = {
+        "loss": round(said.loss, 4),
+        "tokens": int((said.depths > 0).sum()),
+        "mean_depth": round(said.mean_depth, 3),
+        "macs_per_token": round(said.macs / int((said.depths > 0).sum())),
+        "seconds": round(said.seconds, 3),
+    }
+    by_group: dict[str, dict[str, float]] = {}
+    for number, name in enumerate(corpus.groups):
+        here = corpus.group == number
+        loss = float(said.losses[here & predicted].mean())
+        row = {
+            "loss": round(loss, 4),
+            "mean_depth": round(float(said.depths[here & (said.depths > 0)].mean()), 3),
+        }
+        if corpus.bytes_per_token:
+            row["bits_per_byte"] = round(loss / np.log(2) / corpus.bytes_per_token[name], 4)
+        else:
+            row["accuracy"] = round(100 * float(said.right[here & predicted].mean()), 2)
+        by_group[name] = row
+    measure = "bits_per_byte" if corpus.bytes_per_token else "accuracy"
+    # every group counts alike: rows of the held-out part are as many for each
+    figures[measure] = round(float(np.mean([row[measure] for row in by_group.values()])), 4)
+    figures["by_group"] = by_group
+    return figures
+
+
+def evaluate_language(checkpoint: str | Path, names: Sequence[str] = (), policy: str | None = None, **knobs):
+    """Loss, accuracy or bits per byte, depth, MACs and seconds on the held-out part."""
+    loaded = load(checkpoint, policy)
+    corpus = corpus_of(loaded, names)
+    figures = summary(corpus, measure(loaded.model, corpus, "evaluation", **knobs))
+    figures["parameters"] = sum(p.numel() for p in loaded.model.parameters())
+    figures["full_depth"] = loaded.model.config.num_loops
+    if not corpus.bytes_per_token:
+        figures["accuracy"] = {name: row["accuracy"] for name, row in figures["by_group"].items()}
+    return figures
+
+
+def difference(corpus: Corpus, ours: np.ndarray, theirs: np.ndarray, draws: int = 500) -> dict[str, Any]:
+    """Mean of ours - theirs [R, T] in nats per token, paired, with a 95% bootstrap interval over documents."""
+    here = ~np.isnan(ours)
+    change = (ours - theirs)[here]
+    owner = np.unique(corpus.document[here], return_inverse=True)[1]
+    sums, counts = np.bincount(owner, change), np.bincount(owner)
+    drawn = np.random.default_rng(0).integers(len(counts), size=(draws, len(counts)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    return {
+        "difference": round(float(change.mean()), 5),
+        "interval": np.percentile(means, [2.5, 97.5]).round(5).tolist(),
+        "documents": len(counts),
+    }
+
+
+def sweep_language(
+    checkpoint: str | Path,
+    thresholds: Sequence[float],
+    names: Sequence[str] = (),
+    repeats: int = 3,
+    policy: str | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """The knob beside every fixed depth.
+
+    `rows`: one for each threshold; `fixed`: one for each depth 1..L, all tokens alike (max_steps). Every setting is
+    timed `repeats` times, turn by turn; the fastest counts. `saved_over_fixed`: loss of the fixed-depth curve at the
+    row's MACs (between two depths, the straight line) minus the row's: positive if adaptive depth beats fixed depth.
+    """
+    loaded = load(checkpoint, policy)
+    model, full = loaded.model, loaded.model.config.num_loops
+    if model.config.policy == "fixed":
+        raise ValueError(
+            f"{loaded.folder} has a fixed depth; --policy margin or latent reads one without training."
+        )
+    corpus = corpus_of(loaded, names, limit)
+    settings: list[dict[str, Any]] = [
+        {"max_steps": depth, "min_steps": depth} for depth in range(1, full + 1)
+    ]
+    settings += [{"threshold": one} for one in thresholds]
+    said: list[list[Measured]] = [[] for _ in settings]
+    for turn in range(repeats):
+        for runs, knobs in zip(said, settings, strict=True):
+            runs.append(measure(model, corpus, f"turn {turn + 1} of {repeats}, {knobs}", **knobs))
+    fastest = [min(run.seconds for run in runs) for runs in said]
+    base, base_seconds = said[full - 1][0], fastest[full - 1]
+    tokens = int((base.depths > 0).sum())
+    rows = []
+    for (one, *_), knobs, seconds in zip(said, settings, fastest, strict=True):
+        change = difference(corpus, one.losses, base.losses)
+        rows.append(
+            {
+                **knobs,
+                "loss": round(one.loss, 4),
+                "loss_percent": round(100 * (one.loss / base.loss - 1), 3),
+                **change,
+                "mean_depth": round(one.mean_depth, 3),
+                "steps_skipped": round(100 * (1 - one.mean_depth / full), 2),
+                "macs_per_token": round(one.macs / tokens),
+                "macs_share": round(one.macs / base.macs, 4),
+                "seconds_share": round(seconds / base_seconds, 4),
+            }
+        )
+        if not corpus.bytes_per_token:
+            here = ~np.isnan(one.losses)
+            rows[-1]["accuracy"] = round(100 * float(one.right[here].mean()), 2)
+    fixed, knob = rows[:full], rows[full:]
+    cost, loss = [row["macs_per_token"] for row in fixed], [row["loss"] for row in fixed]
+    for row in knob:
+        row["saved_over_fixed"] = round(float(np.interp(row["macs_per_token"], cost, loss)) - row["loss"], 4)
+    return {"full_depth": full, "tokens": tokens, "policy": model.config.policy, "fixed": fixed, "rows": knob}

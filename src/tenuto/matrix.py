@@ -1,0 +1,292 @@
+"""Exchange of parts: bodies x policies x seeds, trained and measured alike; resumes after a kill.
+
+Every cell is a folder: its training run (resumable by itself) and, once measured, `cell.json`. A second call trains
+and measures only what is missing, then makes the table and the picture from all cells.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .recipe import Recipe, load_recipe
+
+
+@dataclass
+class Matrix:
+    """What is exchanged for what.
+
+    base: the recipe of every cell. bodies, policies: name -> fields of the config. seeds: of the trainings.
+    budgets: "loops" gives every body the recipe's num_loops; "macs" as many as come closest to the first body's MACs
+    per token. thresholds: at which the policies are read.
+    """
+
+    base: str
+    bodies: dict[str, dict[str, Any]]
+    policies: dict[str, dict[str, Any]]
+    seeds: list[int] = field(default_factory=lambda: [0])
+    budgets: list[Literal["loops", "macs"]] = field(default_factory=lambda: ["loops"])
+    thresholds: list[float] = field(default_factory=lambda: [0.9, 0.7, 0.5, 0.3, 0.1])
+
+
+@dataclass
+class Cell:
+    """One training: the name of its folder, what distinguishes it in the tables, and the recipe."""
+
+    name: str
+    labels: dict[str, Any]
+    recipe: Recipe
+
+
+def load_plan(path: str | Path, kind: type):
+    """Reads a YAML file into a dataclass; FileNotFoundError or ValueError with one sentence if it or a key is wrong."""
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--plan", action="config")
+    parser.add_class_arguments(kind)
+    try:
+        values = parser.instantiate(parser.parse_args([f"--plan={path}"])).as_dict()
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from error
+    values.pop("plan")
+    return kind(**values)
+
+
+def language_recipe(path: str) -> Recipe:
+    """The recipe that all cells share; it must be a language model's."""
+    base = load_recipe(path)
+    if base.head != "causal":
+        raise ValueError(f'{path} has head {base.head!r}; cells are language models (head "causal").')
+    return base
+
+
+def varied(base: Recipe, config: dict[str, Any], seed: int, **training) -> Recipe:
+    """A copy of a recipe with config fields, seed and training arguments changed, checked."""
+    from .presets import preset
+
+    recipe = copy.deepcopy(base)
+    recipe.config = {**base.config, **config}
+    recipe.training = {**base.training, "seed": seed, **training}
+    preset(recipe.preset, **recipe.config)
+    return recipe
+
+
+def token_macs(preset_name: str, fields: dict[str, Any]) -> tuple[int, int]:
+    """MACs of one token outside the core, and of one loop of it (scores not counted)."""
+    import torch
+
+    from .presets import build, preset
+
+    with torch.device("meta"):
+        one, two = (
+            build(
+                preset(preset_name, **{**fields, "num_loops": loops, "max_loops": None}), "causal"
+            ).stack.token_macs()
+            for loops in (2, 3)
+        )
+    return 3 * one - 2 * two, two - one
+
+
+def cells_of(matrix: Matrix) -> list[Cell]:
+    """Every cell with its recipe, checked before anything is trained."""
+    from .presets import preset
+
+    base = load_recipe(matrix.base)
+    if base.head != "causal":
+        raise ValueError(
+            f'{matrix.base} has head {base.head!r}; a matrix compares language models (head "causal").'
+        )
+    first = {**base.config, **next(iter(matrix.bodies.values())), "policy": "fixed", "act_weight": 0.0}
+    loops = preset(base.preset, **first).num_loops
+    once, each = token_macs(base.preset, first)
+    target = once + loops * each
+    cells = []
+    for (body, part), (policy, rule), budget, seed in product(
+        matrix.bodies.items(), matrix.policies.items(), matrix.budgets, matrix.seeds
+    ):
+        config = {**part, **rule}
+        if budget == "macs":
+            if body == next(iter(matrix.bodies)):
+                continue  # it is its own measure: the same cell as with equal loops
+            plain = {**base.config, **part, "policy": "fixed", "act_weight": 0.0}
+            once, each = token_macs(base.preset, plain)
+            config["num_loops"] = max(1, round((target - once) / each))
+        labels = {"body": body, "policy": policy, "budget": budget, "seed": seed}
+        name = "-".join(map(str, labels.values()))
+        cells.append(Cell(name, labels, varied(base, config, seed)))
+    return cells
+
+
+def run_cell(cell: Cell, folder: Path, thresholds: list[float], progress=None) -> dict[str, Any]:
+    """Trains (or goes on training) and measures one cell; what is done already is read."""
+    from .collapse import collapse
+    from .evaluate import load
+    from .language import corpus_of, measure, summary, sweep_language
+    from .train import train
+
+    file = folder / "cell.json"
+    if file.is_file():
+        return json.loads(file.read_text())
+    if (folder / "training.json").is_file():
+        trained = json.loads((folder / "training.json").read_text())
+    else:
+        trained = train(cell.recipe, folder, resume=folder.is_dir(), progress=progress)
+    loaded = load(folder)
+    corpus, config = corpus_of(loaded), loaded.model.config
+    said = measure(loaded.model, corpus)
+    depths = said.depths[said.depths > 0]
+    figures = summary(corpus, said)
+    tokens_per_step = cell.recipe.data.text.length if cell.recipe.data.text else None
+    steps, batch = (
+        cell.recipe.training["max_steps"],
+        cell.recipe.training.get("per_device_train_batch_size", 8),
+    )
+    result = {
+        **cell.labels, "loops": config.num_loops, "parameters": trained["parameters"], "loss": figures["loss"],
+        "mean_depth": figures["mean_depth"], "macs_per_token": figures["macs_per_token"],
+        "tokens_per_second": round(figures["tokens"] / said.seconds),
+        "train_tokens_per_cpu_second": round(steps * batch * tokens_per_step / trained["seconds"]["cpu"])
+        if tokens_per_step and trained["seconds"]["cpu"] else None,
+        "train_cpu_seconds": trained["seconds"]["cpu"],
+    }  # fmt: skip
+    if config.policy != "fixed":
+        result |= collapse(depths, config.min_steps, config.num_loops)
+        knob = sweep_language(folder, thresholds, repeats=1)
+        # every policy is judged where it does best against a fixed depth of the same MACs
+        best = max(knob["rows"], key=lambda row: row["saved_over_fixed"])
+        result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": best}
+    else:
+        result["fixed"] = fixed_depths(loaded.model, corpus)
+    if config.ffn_experts > 1 or config.attention_experts > 1:
+        from .expert_usage import expert_loop_information
+
+        result["expert_loop_nats"] = expert_loop_information_of(loaded.model, corpus, expert_loop_information)
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(result, indent=1) + "\n")
+    draft.replace(file)
+    return result
+
+
+def fixed_depths(model, corpus) -> list[dict[str, Any]]:
+    """Loss and MACs of every depth 1..L, all tokens alike."""
+    from .language import measure
+
+    rows = []
+    for depth in range(1, model.config.num_loops + 1):
+        said = measure(model, corpus, max_steps=depth)
+        tokens = int((said.depths > 0).sum())
+        rows.append(
+            {"max_steps": depth, "loss": round(said.loss, 4), "macs_per_token": round(said.macs / tokens)}
+        )
+    return rows
+
+
+def expert_loop_information_of(model, corpus, information) -> dict[str, float]:
+    """Mutual information of expert and loop index, in nats, for each router of the core."""
+    import torch
+
+    rows = {name: value[:16] for name, value in corpus.inputs.items() if name != "labels"}
+    with torch.inference_mode():
+        routing = model(**rows, use_cache=False, output_routing=True).routing
+    config = model.config
+    by_name: dict[str, list] = {}
+    for one in routing:
+        if one[1].startswith("core."):
+            by_name.setdefault(one[1], []).append(one)
+    experts = {"attention": config.attention_experts, "feed_forward": config.ffn_experts}
+    return {
+        name: round(float(information(records, experts[name.rsplit(".", 1)[-1]])), 4)
+        for name, records in by_name.items()
+    }
+
+
+def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each body, policy and budget: means over seeds, and the spread of the loss."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for one in results:
+        groups.setdefault((one["body"], one["policy"], one["budget"]), []).append(one)
+    rows = []
+    for (body, policy, budget), some in groups.items():
+        loss = np.array([one["loss"] for one in some])
+        saved = [one["best"]["saved_over_fixed"] for one in some if "best" in one]
+        rows.append(
+            {
+                "body": body, "policy": policy, "budget": budget, "seeds": len(some), "loops": some[0]["loops"],
+                "parameters": some[0]["parameters"], "loss": round(float(loss.mean()), 4),
+                "loss_spread": round(float(loss.std(ddof=1)), 4) if len(loss) > 1 else None,
+                "mean_depth": round(float(np.mean([one["mean_depth"] for one in some])), 3),
+                "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
+                "tokens_per_second": round(float(np.mean([one["tokens_per_second"] for one in some]))),
+                "saved_over_fixed": round(float(np.mean(saved)), 4) if saved else None,
+                "collapsed": sum(one.get("collapsed", False) for one in some),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss against MACs per token, one colour a body, one mark a policy; collapsed cells are hollow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    bodies, policies = ([*dict.fromkeys(row[key] for row in rows)] for key in ("body", "policy"))
+    marks = "osD^v<>PX*"
+    for row in rows:
+        colour = f"C{bodies.index(row['body'])}"
+        axes.plot(
+            row["macs_per_token"] / 1e6, row["loss"], marks[policies.index(row["policy"]) % len(marks)],
+            color=colour, markerfacecolor="none" if row["collapsed"] else colour,
+        )  # fmt: skip
+    for number, body in enumerate(bodies):
+        axes.plot([], [], "s", color=f"C{number}", label=body)
+    for number, policy in enumerate(policies):
+        axes.plot([], [], marks[number % len(marks)], color="0.4", label=policy)
+    axes.set_xlabel("million MACs per token")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, metadata={"Date": None})
+
+
+def run_matrix(
+    path: str | Path, output: str | Path, only: str | None = None, progress=None
+) -> dict[str, Any]:
+    """Trains and measures every cell into `output`, one folder each; writes table.json and picture.svg there.
+
+    only: names of cells to run now, with * and ? (another process may run others); the table has all that are done.
+    """
+    matrix, output = load_plan(path, Matrix), Path(output)
+    cells = cells_of(matrix)
+    results = run_cells(cells, output, only, matrix.thresholds, progress)
+    rows = table_of(results)
+    figures = {"cells": len(cells), "done": len(results), "rows": rows, "results": results}
+    (output / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
+    picture(rows, output / "picture.svg")
+    return figures
+
+
+def run_cells(
+    cells: list[Cell], output: Path, only: str | None, thresholds: list[float], progress=None
+) -> list[dict[str, Any]]:
+    """Runs the cells whose name fits `only` (all when None); returns the results of all that are done."""
+    for cell in cells:
+        if only is None or fnmatch(cell.name, only):
+            with nullcontext() if progress is None else progress() as bar:
+                run_cell(cell, output / cell.name, thresholds, bar)
+    files = [output / cell.name / "cell.json" for cell in cells]
+    results = [json.loads(file.read_text()) for file in files if file.is_file()]
+    if not results:
+        raise ValueError(f"No cell is called {only!r}; they are {', '.join(cell.name for cell in cells)}.")
+    return results

@@ -1,0 +1,170 @@
+"""The cache of a decoder whose tokens stop at different depths, over transformers' caches.
+
+One slot for each layer and loop:
+
+    0 .. P-1                      prelude
+    P + (l-1) C + i               layer i of the core at loop l = 1..max_loops
+    P + max_loops C + j           coda
+
+Every token has its keys and values in every slot; those of the loops it did not run are copies of its last loop's.
+So transformers' caches (dynamic, static, paged), beams, cropping and padding work as for any decoder, and a token
+decoded later reads what it would have read in one pass.
+
+A recurrent core (linear_attention.py) has in its slots one state each, which only the tokens that ran the loop wrote:
+there is nothing to copy. A memory (memory.py) has one more slot, behind the coda's: `Carried`. Neither can be cropped
+(assisted generation, prompt lookup), nor live in a static or a paged cache.
+
+cache_slots="last" keeps one slot for each layer of the core: a later token reads at every loop what the earlier ones
+wrote at their last. That is not what one pass computes; memory is 1/max_loops of the core's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .linear_attention import RecurrentState
+from .memory import MemoryState
+
+KV = tuple[Tensor, Tensor]  # each [B, T, H, D]
+
+
+class Carried:
+    """A layer of a transformers cache for a state that is neither keys and values nor of a fixed shape."""
+
+    is_compileable = is_croppable = is_sliding = supports_early_init = False
+
+    def __init__(self):
+        self.state: MemoryState | None = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The sequences at `beam_idx`."""
+        if self.state is not None:
+            self.state = self.state.select(beam_idx.to(self.state.count.device))
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        if self.state is not None:
+            sequences = torch.arange(len(self.state.count), device=self.state.count.device)
+            self.reorder_cache(sequences.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """As before the first token."""
+        self.state = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: what a chunk has been pooled into cannot be taken apart."""
+        raise RuntimeError("A compressed memory (memory_chunk) cannot be cropped.")
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def offload(self) -> None:
+        """Stays where it is: it is small."""
+
+    prefetch = offload
+
+
+class Slots:
+    """Reads and writes a transformers cache for one call; with no cache, a call sees its own tokens only.
+
+    `extra` are the arguments that paged caches want back (indices of continuous batching).
+    """
+
+    def __init__(self, config, cache: Any | None, extra: dict[str, Any]):
+        self.config, self.cache, self.extra = config, cache, extra
+        self.per_loop = config.cache_slots == "loop"
+        if cache is not None and not self.per_loop and not hasattr(cache, "layers"):
+            raise ValueError('cache_slots="last" does not work with a paged cache (continuous batching).')
+        if cache is not None and config.carries:
+            needs = f"mixer={config.mixer!r} and memory_chunk={config.memory_chunk} need"
+            if not hasattr(cache, "layers") or cache.is_compileable:
+                raise ValueError(
+                    f"{needs} a dynamic cache, not a static or a paged one (continuous batching)."
+                )
+            if len(cache.layers) < config.num_hidden_layers:
+                raise ValueError(f"{needs} a cache that knows the config: DynamicCache(config=model.config).")
+
+    def prelude(self, layer: int) -> int:
+        """Slot of a prelude layer."""
+        return layer
+
+    def core(self, layer: int, step: int) -> int:
+        """Slot of a core layer at loop `step`."""
+        first = self.config.num_prelude_layers + layer
+        return first + (step - 1) * self.config.num_core_layers if self.per_loop else first
+
+    def coda(self, layer: int) -> int:
+        """Slot of a coda layer."""
+        return self.config.num_hidden_layers - self.config.num_coda_layers + layer
+
+    def write(self, slot: int, kv: KV | None) -> KV | RecurrentState | None:
+        """This call's keys and values [B, T, H, D] into a slot -> all that may be read [B, K, H, D].
+
+        A recurrent layer has none (None) -> the state before this call; None before the first.
+        """
+        if self.cache is None:
+            return kv
+        if kv is None:
+            return self._state(slot)
+        if not self.per_loop and self._is_core(slot):
+            # written when the last loop is known (`fill`)
+            layer = self.cache.layers[slot]
+            if not layer.is_initialized or layer.keys.numel() == 0:
+                return kv
+            past = (layer.keys, layer.values)
+            return tuple(torch.cat([old.transpose(1, 2), new], 1) for old, new in zip(past, kv, strict=True))
+        return self._update(slot, kv)
+
+    def keep(self, slot: int, state: RecurrentState | None) -> None:
+        """A recurrent layer's state after this call into its slot."""
+        if self.cache is not None and state is not None:
+            # transformers has the convolution's past on the last axis
+            self.cache.update_conv_state(state.conv.mT, slot)
+            self.cache.update_recurrent_state(state.memory, slot)
+
+    def memory(self) -> MemoryState | None:
+        """The compressed memory before this call."""
+        layers = [] if self.cache is None else self.cache.layers[self.config.num_hidden_layers :]
+        return layers[0].state if layers else None
+
+    def keep_memory(self, state: MemoryState) -> None:
+        """The compressed memory after this call."""
+        if self.cache is None:
+            return
+        if len(self.cache.layers) == self.config.num_hidden_layers:
+            self.cache.layers.append(Carried())
+        self.cache.layers[-1].state = state
+
+    def fill(self, kv: list[KV | None], first: int) -> None:
+        """The core's last keys and values of every layer into the slots of loops `first`..max_loops."""
+        if self.cache is None:
+            return
+        for layer, one in enumerate(kv):
+            if one is None:
+                continue
+            steps = range(first, self.config.max_loops + 1) if self.per_loop else (1,)
+            for step in steps:
+                self._update(self.core(layer, step), one)
+
+    def _state(self, slot: int) -> RecurrentState | None:
+        conv, memory = self.cache.get_conv_state(slot), self.cache.get_recurrent_state(slot)
+        if conv is None:
+            return None
+        if torch.is_grad_enabled():
+            # transformers writes the next state over this one, which the backward pass still needs
+            conv, memory = conv.clone(), memory.clone()
+        return RecurrentState(memory, conv.mT)
+
+    def _is_core(self, slot: int) -> bool:
+        first = self.config.num_prelude_layers
+        return first <= slot < first + self.config.num_core_layers
+
+    def _update(self, slot: int, kv: KV) -> KV:
+        key, value = (part.transpose(1, 2) for part in kv)
+        # a copy for each call: paged caches write into it
+        key, value = self.cache.update(key, value, slot, kwargs=dict(self.extra))
+        return key.transpose(1, 2), value.transpose(1, 2)

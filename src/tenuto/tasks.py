@@ -1,0 +1,133 @@
+"""What a recipe's data are for the trainer: data sets, batches, tokenizer, measures of the validation part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler, Subset
+
+from .data import algorithmic, text
+from .data.logical_inference import protocol
+from .data.pairs import Curriculum, PairDataset, tokenizer
+from .recipe import Recipe, Text
+
+
+@dataclass
+class Task:
+    """train, validation: data sets. sampler: (steps, batch, seed) -> the run's items in order. collate: items ->
+    batch, None for the trainer's own. measure: (predictions, labels) -> figures, None where the loss is all there is.
+    vocabulary: number of tokens.
+    """
+
+    train: Dataset
+    validation: Dataset
+    sampler: Callable[[int, int, int], Sampler]
+    collate: Callable | None
+    tokenizer: Any
+    measure: Callable[[np.ndarray, np.ndarray], dict[str, float]] | None
+    vocabulary: int
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task that the recipe names; ValueError or FileNotFoundError with one sentence if its data are wrong."""
+    if recipe.data.text is not None:
+        return _text(recipe.data.text)
+    if recipe.data.algorithmic is not None:
+        return _algorithmic(recipe)
+    return _logic(recipe)
+
+
+def _curriculum(recipe: Recipe, data: Dataset):
+    schedule = recipe.schedule
+    return lambda steps, batch, seed: Curriculum(
+        data, steps, batch, seed, schedule.operators_from, schedule.operators_until
+    )
+
+
+def _logic(recipe: Recipe) -> Task:
+    most, pairs = recipe.data.max_operators, protocol(recipe.data.protocol)
+    kept = [one for one in pairs.train if one.operators <= most]
+    valid = [one for one in pairs.validation if one.operators <= most]
+    data = PairDataset(kept, recipe.head, recipe.data.swap, recipe.data.rename)
+    # sorted by length: batches of the evaluation are then almost free of padding
+    valid.sort(key=lambda one: len(one.left) + len(one.right))
+
+    def accuracy(predictions, labels):
+        return {"accuracy": float((predictions.argmax(-1) == labels).mean())}
+
+    valid = PairDataset(valid, recipe.head)
+    words = tokenizer()
+    return Task(data, valid, _curriculum(recipe, data), data.collate, words, accuracy, len(words))
+
+
+def _algorithmic(recipe: Recipe) -> Task:
+    made = problems(recipe)
+    data = algorithmic.AlgorithmicDataset(made["train"], "causal", even=True)
+    valid = algorithmic.AlgorithmicDataset(
+        sorted(made["validation"], key=lambda one: len(one.tokens)), "causal"
+    )
+
+    def accuracy(predictions, labels):
+        # the label's place is one after the place that predicts it
+        return {
+            "accuracy": float((predictions[:, :-1].argmax(-1) == labels[:, 1:])[labels[:, 1:] != -100].mean())
+        }
+
+    words = algorithmic.tokenizer()
+    return Task(data, valid, _curriculum(recipe, data), data.collate, words, accuracy, len(words))
+
+
+def problems(recipe: Recipe) -> dict[str, list[algorithmic.Problem]]:
+    """The recipe's problems by part: train, validation, test-<depth>."""
+    wanted = recipe.data.algorithmic
+    return algorithmic.splits(
+        wanted.task, train=wanted.train, train_depths=wanted.train_depths, test_depths=wanted.test_depths
+    )
+
+
+def tokenizer_of(wanted: Text):
+    """The tokenizer that a recipe's text names; "bpe" is trained on the training part."""
+    if wanted.tokenizer != "bpe":
+        return text.load_tokenizer(wanted.tokenizer)
+
+    def texts() -> Iterator[str]:
+        for source in wanted.sources:
+            # a few megabytes of each source say enough about pairs of bytes
+            yield from (one.text for one in islice(text.read_documents(source, "train"), 2000))
+
+    return text.train_bpe(texts(), wanted.vocab_size)
+
+
+def held_out(wanted: Text, words) -> tuple[text.Packed, np.ndarray]:
+    """The held-out part, and the indices of its rows that are evaluated: `validation_rows`, topics in turn."""
+    packed = text.read_corpus(wanted.sources, words, wanted.length, "validation", wanted.cache)
+    return packed, balanced_rows(packed, wanted.validation_rows)
+
+
+def balanced_rows(packed: text.Packed, count: int) -> np.ndarray:
+    """Indices of `count` rows, spread evenly over each topic's; topics in turn, so that all have alike many."""
+    topic = packed.row_topic
+    by_topic = [np.flatnonzero(topic == one) for one in np.unique(topic)]
+    share = -(-count // len(by_topic))
+    spread = [rows[np.linspace(0, len(rows) - 1, min(share, len(rows))).astype(int)] for rows in by_topic]
+    turns = [rows[turn] for turn in range(share) for rows in spread if turn < len(rows)]
+    return np.array(turns[:count])
+
+
+def _text(wanted: Text) -> Task:
+    words = tokenizer_of(wanted)
+    train = text.PackedDataset(text.read_corpus(wanted.sources, words, wanted.length, "train", wanted.cache))
+    packed, rows = held_out(wanted, words)
+    return Task(
+        train,
+        Subset(text.PackedDataset(packed), rows.tolist()),
+        lambda steps, batch, seed: text.Mix(train, steps, batch, seed, wanted.mix),
+        None,
+        words,
+        None,
+        len(words),
+    )

@@ -1,0 +1,278 @@
+"""Language models measured: sweeps, depths, matrix, equal-FLOPs, collapse, from recipes to figures."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tenuto.cli import main
+from tenuto.collapse import collapse
+from tenuto.isoflops import Iso, cells_of, fit_exponent
+from tenuto.language import corpus_of, difference, measure, sweep_language
+from tenuto.text_depths import adjusted, bands, grouped, spearman, token_kinds
+
+RECIPE = {
+    "preset": "looped-tiny",
+    "head": "causal",
+    "config": {"policy": "exit_head", "objective": "sampled", "num_coda_layers": 0, "halt_bias": 0.0},
+    "data": {
+        "text": {
+            "sources": [{"path": "prose", "limit_bytes": 60000, "blank_lines": True},
+                        {"path": "math", "limit_bytes": 60000}],
+            "tokenizer": "byte",
+            "length": 48,
+            "validation_rows": 12,
+        }
+    },
+    "schedule": {"halting_from": 0.5},
+    "training": {"max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": 0.01, "logging_steps": 4},
+}  # fmt: skip
+
+
+def recipe(folder, **changes):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **changes}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    assert main(["train", str(recipe(folder)), "--output", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def answer(capsys, *words):
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_training_learns_and_says_so(trained):
+    figures = json.loads((trained / "training.json").read_text())
+    losses = [row["loss"] for row in figures["history"] if "loss" in row]
+    assert losses[-1] < losses[0] and figures["validation_loss"] < np.log(259) + 1
+
+
+def test_evaluate_equals_a_direct_pass(trained, capsys):
+    from tenuto.evaluate import load
+
+    figures = answer(capsys, "evaluate", str(trained), "--max_steps", "2", "--min_steps", "2")
+    loaded = load(trained)
+    corpus = corpus_of(loaded)
+    total, count = 0.0, 0
+    for row in range(len(corpus.labels)):
+        one = {name: value[row : row + 1] for name, value in corpus.inputs.items() if name != "labels"}
+        with torch.no_grad():
+            logits = loaded.model(**one, max_steps=2, min_steps=2).logits[0]
+        for place in range(1, logits.shape[0]):
+            label = int(corpus.labels[row, place])
+            if label != -100:
+                total -= float(logits[place - 1].log_softmax(-1)[label])
+                count += 1
+    assert figures["loss"] == pytest.approx(total / count, abs=2e-4)
+    assert figures["mean_depth"] == 2.0
+    # both topics count alike, in bits per byte of their text
+    by_group = figures["by_group"]
+    assert figures["bits_per_byte"] == pytest.approx(
+        np.mean([row["bits_per_byte"] for row in by_group.values()]), abs=1e-3
+    )
+
+
+def test_sweep_lists_fixed_depths_and_thresholds(trained, capsys):
+    figures = answer(capsys, "sweep", str(trained), "--thresholds", "1,0.5,0", "--repeats", "1")
+    assert [row["max_steps"] for row in figures["fixed"]] == [1, 2, 3, 4]
+    full, low = figures["fixed"][-1], figures["rows"][-1]
+    assert figures["rows"][0]["loss"] == full["loss"] and figures["rows"][0]["mean_depth"] == 4
+    assert low["mean_depth"] == 1 and low["loss"] == figures["fixed"][0]["loss"]
+    # a threshold of 1 computes what full depth does, and asks: dearer, hence not better than fixed
+    assert figures["rows"][0]["macs_share"] > 1 and figures["rows"][0]["saved_over_fixed"] == 0
+    assert low["saved_over_fixed"] == pytest.approx(
+        np.interp(low["macs_per_token"], [row["macs_per_token"] for row in figures["fixed"]],
+                  [row["loss"] for row in figures["fixed"]]) - low["loss"], abs=2e-4,
+    )  # fmt: skip
+
+
+def test_another_rule_reads_the_same_model(trained, capsys):
+    plain = answer(capsys, "evaluate", str(trained), "--policy", "fixed")
+    margin = answer(capsys, "evaluate", str(trained), "--policy", "margin", "--threshold", "1")
+    assert margin["loss"] == plain["loss"] and margin["macs_per_token"] > plain["macs_per_token"]
+    assert main(["evaluate", str(trained), "--policy", "act"]) == 1
+    assert "weights of its own" in capsys.readouterr().err
+
+
+def test_depths_of_a_language_model(trained, capsys, tmp_path):
+    picture = tmp_path / "depths.svg"
+    figures = answer(
+        capsys, "depths", str(trained), "--threshold", "0.5", "--rules", "--picture", str(picture)
+    )
+    assert set(figures["by_topic"]) == {"prose", "math"} and picture.stat().st_size > 5000
+    total = sum(row["tokens"] for row in figures["by_kind"].values())
+    assert total == figures["tokens"] == sum(row["tokens"] for row in figures["by_position"].values())
+    oracle = figures["oracle"]
+    assert oracle["loss"] <= min(oracle["loss_by_depth"])
+    assert oracle["headroom"] == pytest.approx(oracle["loss_by_depth"][-1] - oracle["loss"], abs=2e-4)
+    assert {row["rule"] for row in figures["rules"]} == {
+        "exit_head",
+        "latent",
+        "second_difference",
+        "kl",
+        "margin",
+    }
+
+
+def test_algorithmic_tasks_train_and_are_measured_by_depth(tmp_path, capsys):
+    data = {"algorithmic": {"task": "lookup", "train": 300}}
+    path = recipe(tmp_path, data=data, config={"policy": "stick_breaking", "act_weight": 0.01})
+    assert main(["train", str(path), "--output", str(tmp_path / "run")]) == 0
+    figures = answer(capsys, "evaluate", str(tmp_path / "run"), "--sets", "validation,test-9")
+    assert set(figures["accuracy"]) == {"validation", "test-9"}
+    assert all(0 <= value <= 100 for value in figures["accuracy"].values())
+
+
+def test_matrix_resumes_and_tabulates(tmp_path, capsys):
+    base = recipe(tmp_path, config={"num_coda_layers": 0}, schedule={})
+    plan = tmp_path / "matrix.yaml"
+    plan.write_text(
+        yaml.safe_dump(
+            {
+                "base": str(base),
+                "bodies": {"attention": {}, "thin": {"intermediate_size": 16}},
+                "policies": {"fixed": {"policy": "fixed"}, "act": {"policy": "act", "act_weight": 0.01}},
+                "budgets": ["loops", "macs"],
+                "thresholds": [0.5],
+            }
+        )
+    )
+    first = answer(
+        capsys, "matrix", str(plan), "--output", str(tmp_path / "out"), "--only", "*-fixed-loops-0"
+    )
+    assert first["done"] == 2 and first["cells"] == 6
+    kept = tmp_path / "out" / "attention-fixed-loops-0" / "cell.json"
+    before = kept.stat().st_mtime_ns
+    whole = answer(capsys, "matrix", str(plan), "--output", str(tmp_path / "out"))
+    assert whole["done"] == 6 and kept.stat().st_mtime_ns == before
+    cells = {(row["body"], row["policy"], row["budget"]): row for row in whole["rows"]}
+    # the thinner body runs more loops for the same arithmetic
+    thin = cells["thin", "fixed", "macs"]
+    assert thin["loops"] > 4
+    want = cells["attention", "fixed", "loops"]["macs_per_token"]
+    equal = cells["thin", "fixed", "loops"]["macs_per_token"]
+    assert abs(thin["macs_per_token"] - want) < abs(equal - want)
+    assert (tmp_path / "out" / "picture.svg").is_file()
+
+
+def test_isoflops_members_have_equal_parameters_or_equal_arithmetic(tmp_path):
+    from tenuto.presets import build, preset
+
+    plan = Iso(base=str(recipe(tmp_path)), seeds=[0], widths=[16, 32])
+    cells = {cell.name: cell for cell in cells_of(plan)}
+    with torch.device("meta"):
+        models = {
+            name: build(preset(one.recipe.preset, **one.recipe.config), "causal")
+            for name, one in cells.items()
+        }
+
+    def core(name):
+        return sum(p.numel() for p in models[name].stack.core.parameters())
+
+    def macs(name):
+        stack = models[name].stack
+        return stack.token_macs() - (stack.config.num_loops - 1) * stack.policy.row_macs
+
+    assert core("dense-same-parameters-0") == core("looped-0")
+    assert core("dense-unrolled-0") == 4 * core("looped-0") and macs("dense-unrolled-0") == macs("looped-0")
+    assert core("grid-32-4-0") * 4 == core("grid-32-2-0") * 2 == core("grid-32-1-0")
+    longer = cells["dense-same-parameters-same-training-MACs-0"].recipe.training["max_steps"]
+    assert longer > cells["looped-0"].recipe.training["max_steps"]
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.46, 1.0])
+def test_exponent_is_recovered(phi):
+    points = [
+        (1000 * w * w, 12000 * w * w // r, r, 2.0 + 9.0 * (1000 * w * w + r**phi * (12000 * w * w // r)) ** -0.3)
+        for w in (1, 2, 4) for r in (1, 2, 4)
+    ]  # fmt: skip
+    found = fit_exponent(points, draws=3)
+    assert found["phi"] == pytest.approx(phi, abs=0.03) and found["residual"] < 1e-3
+    with pytest.raises(ValueError, match="r = 1 at two widths"):
+        fit_exponent(points[:3], draws=3)
+
+
+def test_collapse_names_the_end_it_is_at():
+    floor, top, split = np.ones(100), np.full(100, 4), np.array([1, 4] * 50)
+    assert "floor" in collapse(floor, 1, 4)["advice"]
+    assert "nothing stops" in collapse(top, 1, 4)["advice"]
+    assert not collapse(split, 1, 4)["collapsed"] and collapse(split, 1, 4)["advice"] is None
+    assert not collapse(top, 4, 4)["collapsed"]  # the floor is the ceiling: nothing was to decide
+
+
+def test_training_warns_of_a_collapse(tmp_path, caplog):
+    config = {"policy": "stick_breaking", "act_weight": 5.0, "halt_bias": 6.0, "halt_threshold": 0.5}
+    path = recipe(tmp_path, config=config, schedule={})
+    with caplog.at_level("WARNING", "tenuto"):
+        assert main(["train", str(path), "--output", str(tmp_path / "run")]) == 0
+    assert "everything stops at the floor" in caplog.text
+
+
+def test_token_kinds_follow_words():
+    class Words:
+        pieces = ("<bos>", "The", " jump", "ing", " dog", "s", ",", " 12", "\n", " of", "x", ".")
+        all_special_ids = (0,)
+
+        def __len__(self):
+            return len(self.pieces)
+
+        def batch_decode(self, ids):
+            return [self.pieces[one] for (one,) in ids]
+
+    ids = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+    # "ofx" is one word of two pieces and no function word
+    assert token_kinds(ids, Words())[0].tolist() == [6, 0, 1, 2, 1, 2, 4, 3, 5, 1, 2, 4]
+
+
+def test_bands_hold_alike_many_running_tokens():
+    counts = np.array([100, 50, 25, 12, 6, 4, 2, 1])
+    ids = np.repeat(np.arange(8), counts)[None]
+    band = bands(counts, ids, 4)
+    assert (
+        band[0][ids[0] == 7].tolist() == [0]
+        and (np.diff([band[0][ids[0] == k][0] for k in range(8)]) <= 0).all()
+    )
+
+
+def test_grouped_and_adjusted_on_known_data():
+    random = np.random.default_rng(0)
+    topic = random.integers(2, size=4000)
+    document = np.arange(4000) // 40
+    loss = random.normal(size=4000) + 2.0 * topic
+    # depth depends on the loss alone; the topics differ in it by two
+    depth = 0.5 * loss + random.normal(0, 0.1, 4000)
+    raw = grouped(depth, topic, ("easy", "hard"), document)
+    same = adjusted(depth, topic, ("easy", "hard"), loss[:, None], document)
+    assert raw["hard"]["mean"] - raw["easy"]["mean"] == pytest.approx(1.0, abs=0.1)
+    assert raw["hard"]["effect"] == pytest.approx(1.0 / np.sqrt(0.26), abs=0.15)
+    assert same["hard"]["mean"] == pytest.approx(same["easy"]["mean"], abs=0.02)
+    assert raw["easy"]["interval"][0] < raw["easy"]["mean"] < raw["easy"]["interval"][1]
+
+
+def test_spearman_is_of_ranks():
+    values = np.array([1.0, 2.0, 3.0, 4.0, 50.0])
+    assert spearman(values, np.exp(values / 10)) == 1 and spearman(values, -values) == -1
+    assert spearman(values, np.ones(5)) == 0
+    assert spearman(np.array([1, 1, 2, 2]), np.array([1, 2, 2, 3])) == pytest.approx(0.7071, abs=1e-3)
+
+
+def test_difference_is_paired_and_by_document(trained):
+    from tenuto.evaluate import load
+
+    loaded = load(trained)
+    corpus = corpus_of(loaded)
+    said = measure(loaded.model, corpus)
+    found = difference(corpus, said.losses + 0.25, said.losses)
+    assert found["difference"] == pytest.approx(0.25, abs=1e-4)
+    assert found["interval"] == pytest.approx([0.25, 0.25], abs=1e-4)
+    with pytest.raises(ValueError, match="fixed depth"):
+        sweep_language(trained, [0.5], policy="fixed")
