@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -29,37 +29,29 @@ from torch import Tensor
 
 from tenuto.models import experts, halting
 from tenuto.models.experts import Balance
+from tenuto.models.halting import HaltState
 from tenuto.models.rows import Rows
 from tenuto.models.universal import UniversalStack
 from tenuto.presets import preset
 from tenuto.results import write_result
 
 
-@dataclass(frozen=True)
-class Planned(halting.HaltState):
-    """A halting state that knows how many steps each row will run, and how many it has."""
-
-    planned: Tensor
-    step: int = 0
-
-    def select(self, kept: Tensor) -> "Planned":
-        parts = (self.log_left, self.spent, self.depth, self.planned)
-        return Planned(*(part.index_select(0, kept) for part in parts), self.step)
-
-
 class PlannedDepths(halting.StickBreaking):
-    """Stick-breaking whose decisions to stop are given: the rows' depths, in `plan` [N]."""
+    """Stick-breaking whose decisions to stop are given: the rows' depths, in `plan` [N]. The net runs all the same."""
 
     plan: Tensor
 
-    def start(self, x_Nd: Tensor) -> Planned:
-        return Planned(*vars(super().start(x_Nd)).values(), self.plan)
+    def start(self, x_Nd: Tensor) -> HaltState:
+        """kept: the steps that each row has still to run."""
+        return replace(super().start(x_Nd), kept=(self.plan,))
 
-    def ask(self, state: Planned, h_Nd: Tensor, step: int) -> Planned:
-        return Planned(*vars(super().ask(state, h_Nd, step)).values(), state.planned, step)
+    def ask(self, state: HaltState, h_Nd: Tensor, step: int, readout=None) -> HaltState:
+        """One step less to run."""
+        return replace(super().ask(state, h_Nd, step), kept=(state.kept[0] - 1,))
 
-    def go_on(self, state: Planned, threshold_N) -> Tensor:
-        return state.planned > state.step
+    def go_on(self, state: HaltState, threshold_N) -> Tensor:
+        """Whether there is a step left."""
+        return state.kept[0] > 0
 
 
 def packed(stack: UniversalStack, x_BTd: Tensor) -> Tensor:
@@ -95,7 +87,7 @@ def masked(stack: UniversalStack, x_BTd: Tensor) -> Tensor:
                 for new, old in zip((asked.log_left, asked.spent, asked.depth),
                                     (state.log_left, state.spent, state.depth), strict=True)
             )  # fmt: skip
-            state = Planned(*kept, state.planned, step - 1)
+            state = HaltState(*kept, asked.kept)
         kv = block.keys_values(s_Nd, rows, None)
         new_Nd, dispatches = block(h_Nd, rows, kv, reach.views(rows))
         h_Nd = torch.where(running[:, None], new_Nd, h_Nd)

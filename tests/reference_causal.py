@@ -233,7 +233,7 @@ def masked(
     e = h = s = x
     history, asked = [x], []
     kv = [None] * config.num_core_layers
-    live, sure = mask.clone(), None
+    live = mask.clone()
     spent, depth, mix = torch.zeros_like(ones), torch.zeros_like(ones), torch.zeros_like(x)
     depths = torch.zeros(B, T, dtype=torch.long)
     for step in range(1, max_steps + 1):
@@ -243,7 +243,7 @@ def masked(
                 value = spent + a
             else:
                 a = torch.zeros_like(spent)
-                value = sure = confidence(model, history)
+                value = confidence(model, history)
             stop = (value >= threshold) & (threshold < 1)
             if skips:
                 # at 0 and 1 there is nothing to decide
@@ -257,7 +257,8 @@ def masked(
             depth = torch.where(live, depth + a * (step - 1), depth)
             mix = torch.where(live[..., None], mix + a[..., None] * history[-1], mix)
             spent = torch.where(live, spent + a, spent)
-        left = 1 - spent if kind in MASS or sure is None else 1 - sure
+        # experts are balanced over what a row's step weighs in the end
+        left = 1 - spent if kind in MIXES else torch.ones_like(spent)
         detached = step <= max_steps - keep
         z = inject(config, stack.injection, h, e) if step > 1 else h
         for i, block in enumerate(stack.core):

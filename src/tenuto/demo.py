@@ -13,6 +13,11 @@ from rich.console import Console
 MARK = ".tenuto-demo"
 THRESHOLDS = (0.99, 0.9, 0.7, 0.5, 0.3)
 PAIRS = 150  # of each test set
+PROMPTS = (
+    "It was a dark night, and ",
+    "Janet has 12 apples. She gives 5 of them to her friend. How many",
+    "def read(path):\n    ",
+)
 
 
 def _find(path: str) -> Path:
@@ -32,8 +37,30 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Trains live, measures `checkpoint` (the live model when there is none), writes the report.
+def second_act(folder: Path) -> dict[str, Any]:
+    """What the language model in `folder` writes, each token with its loops, at its own threshold."""
+    from dataclasses import asdict
+
+    from .evaluate import load
+    from .report import made_by
+    from .written import write
+
+    loaded = load(folder)
+    texts = [write(loaded.model, loaded.tokenizer, prompt, 70) for prompt in PROMPTS]
+    return {
+        "path": str(folder),
+        "command": made_by(folder)["command"],
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "full_depth": loaded.model.config.num_loops,
+        "policy": loaded.model.config.policy,
+        "texts": [{**asdict(one), "mean_depth": round(one.mean_depth, 3)} for one in texts],
+    }
+
+
+def demo(
+    checkpoint: str, output: str, recipe_path: str, language: str
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Trains live, measures `checkpoint` (the live model when there is none), lets `language` write, makes the report.
 
     Progress is shown as it comes; returns the figures, and what prints the closing tables.
     """
@@ -71,6 +98,10 @@ def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any]
         f" {live['accuracy']:.1f}% right at the end where always # gets {always:.1f}%."
     )
     extra = {"history": trained["history"], "text": text, "always": always} if shipped else None
+    writer = _find(language)
+    if writer.is_dir():
+        say(f"Second act: {writer} writes.")
+        figures["language"] = second_act(writer)
     path = write_report(figures, folder / "report.html", extra)
     result = {
         "live": live,
@@ -78,6 +109,7 @@ def demo(checkpoint: str, output: str, recipe_path: str) -> tuple[dict[str, Any]
         "by_operators": figures["by_operators"],
         "knob": figures["knob"],
         "pairs": figures["pairs"],
+        "language": figures.get("language"),
         "seconds": round(time.time() - start, 1),
         "report": str(path),
     }
@@ -115,4 +147,24 @@ def _show(result: dict[str, Any]) -> None:
     if result["knob"]:
         print()
         knob_table(result["knob"], checkpoint["path"])
+    if result["language"]:
+        _show_language(result["language"])
     print(f"\nThe report with pictures is {result['report']} ({result['seconds']:.0f} s in all).")
+
+
+def _show_language(act: dict[str, Any]) -> None:
+    from .written import Written, coloured, legend
+
+    console = Console(highlight=False)
+    print(
+        f"\nSecond act. {act['path']}: {act['parameters']:,} parameters, trained longer, by\n  {act['command']}\n"
+    )
+    if console.is_terminal:
+        console.print(legend(act["full_depth"]))
+    for one in act["texts"]:
+        said = Written(**{name: one[name] for name in Written.__dataclass_fields__})
+        if console.is_terminal:
+            console.print(coloured(said))
+        else:
+            print("".join(said.tokens))
+        print(f"-- {said.mean_depth:.2f} of {said.full} loops per token at threshold {said.threshold:g}\n")

@@ -32,8 +32,8 @@ the norm, its result, keys and values of the first line; the rest is made again,
 `working`). With `loss_chunk` the logits are made again too, so many tokens at a time.
 
 Assumed, not measured: a GPU's scaled_dot_product_attention keeps no T x T scores. PyTorch documents grouped-query
-attention for its flash kernel, which has no float32, and for the plain formula: `math_attention` is what the latter
-would add. Nothing here was run on a GPU; the CUDA context, fragmentation and the kernels' workspaces are an allowance
+attention for its flash kernel, which has no float32, and for the plain formula: `math_attention` is the least that the
+latter adds. Nothing here was run on a GPU; the CUDA context, fragmentation and the kernels' workspaces are an allowance
 that the caller states.
 """
 
@@ -71,10 +71,37 @@ def training_memory(
     `math_attention` is not in the total: see the head of this file.
     """
     _refuse(config, precision, optimizer, device)
+    return _memory(
+        config,
+        _sizes(config),
+        batch,
+        length,
+        precision,
+        optimizer,
+        checkpointing,
+        loss_chunk,
+        backprop_loops,
+        device,
+    )
+
+
+def _memory(
+    config,
+    sizes: list[tuple[int, bool]],
+    batch: int,
+    length: int,
+    precision: Precision,
+    optimizer: str,
+    checkpointing: bool,
+    loss_chunk: int | None = None,
+    backprop_loops: int | None = None,
+    device: Device = "cuda",
+) -> dict[str, int]:
+    """As `training_memory`, with the weights' sizes known."""
     chunk = config.loss_chunk if loss_chunk is None else loss_chunk
     truncated = config.backprop_loops if backprop_loops is None else backprop_loops
     shape = _Shape(config, batch * length, precision, device, checkpointing, chunk, truncated)
-    weights, state, step = _parameters(config, precision, optimizer)
+    weights, state, step = _parameters(sizes, precision, optimizer)
     activations, logits, working = shape.activations(), shape.logits(), shape.working()
     scores = config.num_attention_heads * length * length * shape.operand * batch
     return {
@@ -92,7 +119,9 @@ def training_memory(
 class _Shape:
     """The sizes that the formulas at the head of this file are made of; N tokens."""
 
-    def __init__(self, config, tokens: int, precision, device, checkpointing: bool, chunk: int, truncated: int | None):
+    def __init__(
+        self, config, tokens: int, precision, device, checkpointing: bool, chunk: int, truncated: int | None
+    ):
         self.config, self.tokens, self.precision, self.device = config, tokens, precision, device
         self.checkpointing, self.chunk = checkpointing, chunk if chunk < tokens else 0
         self.stream, self.operand = _STREAM[precision], _OPERAND[precision]
@@ -126,7 +155,10 @@ class _Shape:
     def rest(self) -> int:
         """Of one token: what a layer keeps besides; the input of its first norm is in `keys_values`."""
         config, e = self.config, self.operand
-        heads, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        heads, narrow = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         queries = self.norm() + self.rows(1)
         attention = (2 * heads + 2 * narrow) * e + 4 * config.num_attention_heads
         inner = self.norm() + self.norm_input() if config.norm_placement == "sandwich" else 0
@@ -158,7 +190,8 @@ class _Shape:
         """Of one token: input injection and loop scale of all loops."""
         config, d = self.config, self.config.hidden_size
         injected = min(self.loops, config.num_loops - 1)
-        kept = self.loops * self.stream * d if config.loop_scale else 0
+        # the scale is learned in every loop, a truncated one too
+        kept = config.num_loops * self.stream * d if config.loop_scale else 0
         if config.input_injection == "concat":
             return kept + injected * 2 * d * self.operand
         if config.input_injection == "decay" and injected:
@@ -219,16 +252,53 @@ class _Shape:
         return max(head, layer) + max(V * d, d * f) * self.stream
 
 
+def memory_table(
+    names: tuple[str, ...] = TABLE,
+    length: int = LENGTH,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    card: int = CARD,
+    allowance: int = ALLOWANCE,
+) -> list[dict[str, Any]]:
+    """For each preset, precision and checkpointing: the largest batch, a power of two up to 64, that a card holds.
+
+    `training_memory` on a GPU must fit `card` less `allowance` bytes. Each row has the batch, 0 if not even one
+    sequence fits (the figures are then those of one), its parts in bytes, and `batch_math`: the batch if attention
+    kept its scores.
+    """
+    from .presets import preset
+
+    rows = []
+    for name in names:
+        config = preset(name)
+        _refuse(config, "fp32", optimizer, "cuda")
+        sizes = _sizes(config)
+        for precision in _STREAM:
+            for checkpointing in (False, True):
+                tried = {
+                    batch: _memory(config, sizes, batch, length, precision, optimizer, checkpointing)
+                    for batch in (1, 2, 4, 8, 16, 32, 64)
+                }
+                room = card - allowance
+                batch = max((n for n, one in tried.items() if one["total"] <= room), default=0)
+                quadratic = (n for n, one in tried.items() if one["total"] + one["math_attention"] <= room)
+                row = {"name": name, "precision": precision, "checkpointing": checkpointing, "batch": batch}
+                rows.append(row | {"batch_math": max(quadratic, default=0)} | tried[max(batch, 1)])
+    return rows
+
+
 def _refuse(config, precision: str, optimizer: str, device: str) -> None:
     """ValueError for what the formulas do not cover."""
     from .models import LoopedConfig
 
     if not isinstance(config, LoopedConfig):
-        raise ValueError(f"Training memory is computed for LoopedConfig only, not for {type(config).__name__}.")
+        raise ValueError(
+            f"Training memory is computed for LoopedConfig only, not for {type(config).__name__}."
+        )
     for name, value, known in (
         ("precision", precision, tuple(_STREAM)), ("optimizer", optimizer, ("adamw", "muon")),
         ("device", device, ("cpu", "cuda")),
-        ("policy", config.policy, ("fixed",)), ("mixer", config.mixer, ("attention",)), ("norm", config.norm, ("rmsnorm",)),
+        ("policy", config.policy, ("fixed",)), ("mixer", config.mixer, ("attention",)),
+        ("norm", config.norm, ("rmsnorm",)),
         ("norm_placement", config.norm_placement, ("pre", "sandwich")), ("ffn_experts", config.ffn_experts, (1,)),
         ("attention_experts", config.attention_experts, (1,)), ("memory_chunk", config.memory_chunk, (0,)),
         ("tie_word_embeddings", config.tie_word_embeddings, (True,)),
@@ -238,8 +308,8 @@ def _refuse(config, precision: str, optimizer: str, device: str) -> None:
             raise ValueError(f"Training memory has no formula for {name}={value!r}; it knows {known}.")
 
 
-def _parameters(config, precision: Precision, optimizer: str) -> tuple[int, int, int]:
-    """Bytes of the weights, of the optimizer's state, and of its temporaries during a step."""
+def _sizes(config) -> list[tuple[int, bool]]:
+    """Numbers in each weight, shared ones once, and whether Muon moves it."""
     import torch
 
     from .optim import muon_groups
@@ -248,19 +318,24 @@ def _parameters(config, precision: Precision, optimizer: str) -> tuple[int, int,
     with torch.device("meta"):
         model = build(config, "causal")
     model.tie_weights()
+    return [(one.numel(), group["muon"]) for group in muon_groups(model, 0, 0, 0) for one in group["params"]]
+
+
+def _parameters(sizes: list[tuple[int, bool]], precision: Precision, optimizer: str) -> tuple[int, int, int]:
+    """Bytes of the weights, of the optimizer's state, and of its temporaries during a step."""
     size = _STREAM[precision]
-    weights = size * sum(weight.numel() for weight in model.parameters())
+    weights = size * sum(numbers for numbers, _ in sizes)
     if optimizer == "adamw":
         # torch's, which takes all weights at once: a square root of each
         return weights, 2 * weights, weights
-    matrices = [weight for group in muon_groups(model, 0, 0, 0) if group["muon"] for weight in group["params"]]
-    once = size * sum(weight.numel() for weight in matrices)
-    largest = size * max(weight.numel() for weight in model.parameters())
-    return weights, 2 * weights - once, 4 * largest
+    once = size * sum(numbers for numbers, muon in sizes if muon)
+    return weights, 2 * weights - once, 4 * size * max(numbers for numbers, _ in sizes)
 
 
-def measured_saved_bytes(model, inputs: dict[str, Any]) -> dict[str, int]:
+def measured_saved_bytes(model, inputs: dict[str, Any], autocast: bool = False) -> dict[str, int]:
     """Runs `model(**inputs).loss` and its backward pass once, in training, and counts bytes; gradients are discarded.
+
+    autocast: the forward in bfloat16 autocast.
 
     saved: storages handed to autograd for the backward pass (saved_tensors_hooks), each once; parameters, buffers and
     the inputs apart. alive: storages made in the forward that are still there when it is over, held by the loss:
@@ -285,18 +360,22 @@ def measured_saved_bytes(model, inputs: dict[str, Any]) -> dict[str, int]:
             storages.append(storage)
         return tensor
 
+    def forward():
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            return model(**inputs).loss
+
     training, grad = model.training, torch.is_grad_enabled()
     model.train()
     try:
         with torch.enable_grad():
             # once for each figure: hooks that hold storages would hold what is counted as alive
             with saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = model(**inputs).loss
+                loss = forward()
             counted = sum(saved.values())
             del loss
             storages.clear()
             with _alive()(own) as alive:
-                loss = model(**inputs).loss
+                loss = forward()
                 gc.collect()
                 kept = alive.bytes()
                 loss.backward()

@@ -274,6 +274,35 @@ def _pairs(d: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def _language(act: dict[str, Any] | None, scale: int) -> str:
+    if act is None:
+        return ""
+    full = act["full_depth"]
+
+    def colour(step: int) -> int:
+        # the page has one scale of colours, made for the classifier's depth
+        return 1 + round((step - 1) * (scale - 1) / max(1, full - 1))
+
+    blocks = []
+    for one in act["texts"]:
+        chips = "".join(
+            f'<span class="w d{colour(step)}{" p" if place < one["prompt"] else ""}" title="{step} of {full} loops">'
+            f"{escape(token)}</span>"
+            for place, (token, step) in enumerate(zip(one["tokens"], one["steps"], strict=True))
+        )
+        note = f"{one['mean_depth']:.2f} of {full} loops per token at threshold {one['threshold']:g}"
+        blocks.append(f'<div class="pair"><h3>{escape(note)}</h3><div class="text">{chips}</div></div>')
+    legend = "".join(f'<i class="d{colour(n)}">{n}</i>' for n in range(1, full + 1))
+    return _section(
+        "A language model writes",
+        _p(f"A looped language model of {act['parameters']:,} parameters goes on with three beginnings (underlined)."
+           " Each token is coloured by the loops that were run to predict the next one."),
+        f'<pre>{escape(act["command"])}</pre>',
+        f'<div class="legend"><span>{legend}</span>loops</div>',
+        *blocks,
+    )  # fmt: skip
+
+
 def page(d: dict[str, Any], live: dict[str, Any] | None = None) -> str:
     """The HTML of `report.measure`'s figures; `live` is a demo's own short training."""
     text = "Measured while the model was trained."
@@ -281,8 +310,9 @@ def page(d: dict[str, Any], live: dict[str, Any] | None = None) -> str:
     if live:
         training += _training(live["history"], "Trained just now", live["text"], live["always"])
     body = "".join(
-        (_head(d), training, _accuracy(d), _depth(d), _knob(d["knob"]), _experts(d["experts"]), _pairs(d))
-    )
+        (_head(d), training, _accuracy(d), _depth(d), _knob(d["knob"]), _experts(d["experts"]), _pairs(d),
+         _language(d.get("language"), d["full_depth"]))
+    )  # fmt: skip
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -56,7 +56,7 @@ _UT_NOTE = (
     " (base) and 5.3G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
 )
 
-_LOOPED = "looped language models: Geiping et al. 2025 (2502.05171), Zhu et al. 2025 (2510.25741)"
+_LOOPED = "ours, after 2502.05171 and 2510.25741"
 _LOOPED_100M = {
     "vocab_size": 32000, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 2816, "loss_chunk": 2048,

@@ -408,6 +408,36 @@ def _depths_language(options) -> Any:
     return figures, show
 
 
+def generate(options) -> Any:
+    """Go on with a text; every token on the colour of the loops it ran."""
+    _quieten()
+    from dataclasses import asdict
+
+    from .evaluate import load
+    from .written import coloured, legend, write
+
+    if not _is_language(options.checkpoint):
+        raise ValueError(
+            f"{options.checkpoint} is not a language model of `tenuto train`; generate needs one."
+        )
+    loaded = load(options.checkpoint, options.policy)
+    seed = None if options.greedy else options.seed
+    said = write(loaded.model, loaded.tokenizer, options.prompt, options.tokens, options.threshold, seed)
+
+    def show() -> None:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if console.is_terminal:
+            console.print(legend(said.full))
+            console.print(coloured(said))
+        else:
+            print("".join(said.tokens))
+        print(f"{said.mean_depth:.2f} of {said.full} loops per token at threshold {said.threshold:g}")
+
+    return {**asdict(said), "text": "".join(said.tokens), "mean_depth": round(said.mean_depth, 3)}, show
+
+
 def experts(options) -> Any:
     """Which expert serves which token."""
     _quieten()
@@ -436,10 +466,48 @@ def experts(options) -> Any:
     return figures, show
 
 
+def _memory() -> Any:
+    from .footprint import GIB, memory_table
+
+    figures = memory_table()
+
+    def show() -> None:
+        rows = [
+            (
+                row["name"],
+                row["precision"],
+                "yes" if row["checkpointing"] else "",
+                row["batch"],
+                row["batch_math"],
+                f"{row['activations'] / GIB:.2f}",
+                f"{row['total'] / GIB:.2f}",
+            )
+            for row in figures
+        ]
+        columns = (
+            "preset",
+            "precision",
+            "checkpointing",
+            "batch",
+            "if T x T is kept",
+            "activations GiB",
+            "total GiB",
+        )
+        notes = [
+            "Largest batch (a power of two) in 12 GB at length 1,024 with AdamW. Computed; no GPU was run.",
+            "1 GiB is allowed for context and fragmentation.",
+        ]
+        table("Training memory", columns, rows, notes)
+
+    return figures, show
+
+
 def presets(options) -> Any:
     """Parameters and MACs of every preset beside the published figures."""
     _quieten()
-    from .presets import MACS_RULE, PRESETS, costs
+    if options.memory:
+        return _memory()
+    from .presets import CAUSAL_RULE, MACS_RULE, PRESETS, costs
 
     figures = [costs(name) for name in PRESETS]
 
@@ -458,7 +526,13 @@ def presets(options) -> Any:
             rows.append((row["name"] + mark, *parameters, *macs, f"{row['vocab']:,}", row["paper"]))
         columns = ("preset", "M params", "published", "%", "M MACs", "published", "%", "vocab", "paper")
         listed = [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
-        table("Encoder-decoders of the presets", columns, rows, [f"MACs: {MACS_RULE}.", *listed])
+        rules = [f"MACs: {MACS_RULE}.", f"MACs of looped-* and dense-*: {CAUSAL_RULE}."]
+        table(
+            "Presets: encoder-decoders, and causal models (looped-*, dense-*)",
+            columns,
+            rows,
+            [*rules, *listed],
+        )
 
     return figures, show
 
@@ -548,8 +622,8 @@ def report(options) -> Any:
 
 
 def demo(options) -> Any:
-    """Train a small model live, then show a longer-trained one."""
+    """Train a small model live, then show longer-trained ones."""
     _quieten()
     from .demo import demo as run
 
-    return run(options.checkpoint, options.output, options.recipe)
+    return run(options.checkpoint, options.output, options.recipe, options.language)

@@ -108,16 +108,25 @@ def rotate(x_NnD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     return x_NnD * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+SPAN = 256
+
+
 @dataclass(frozen=True)
 class View:
     """What one query group may read. offsets: [1 or S, L, T] key minus query position (window positions only).
     scores: [S or 1, 1 or H, L, T] added to the scores (float) or visible keys (bool); None: everything, equally.
     causal: every place of the sequence is a query and sees itself and what is before it; then scores is None.
+    spans: (first query, end, keys): queries in pieces that read only the first keys; (): all at once, all keys.
     """
 
     offsets: Tensor | None
     scores: Tensor | None
     causal: bool = False
+    spans: tuple[tuple[int, int, int], ...] = ()
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """Query-key pairs that are executed for one sequence."""
+        return sum((end - first) * read for first, end, read in self.spans) or queries * keys
 
 
 class Reach:
@@ -166,10 +175,20 @@ class Reach:
         if visible is not None:
             visible = visible.unsqueeze(1)
         if self.bias_HTT is None:
-            return View(offsets if self.offsets else None, visible)
+            return View(offsets if self.offsets else None, visible, spans=self._spans(group))
         bias = self.bias_HTT.index_select(1, positions.flatten())
         bias = bias.unflatten(1, positions.shape).transpose(0, 1).repeat(1, 1, self.chosen, 1)
         return View(None, bias if visible is None else hide(bias, visible))
+
+    def _spans(self, group: QueryGroup) -> tuple[tuple[int, int, int], ...]:
+        """Long causal groups in pieces: a piece reads no key beyond its last query, half of the triangle is saved."""
+        queries = group.positions.shape[1]
+        if not self.causal or self.chosen > 1 or self.offsets or queries <= SPAN:
+            return ()
+        last = group.positions.max(0).values.tolist()
+        firsts = range(0, queries, SPAN)
+        ends = [min(first + SPAN, queries) for first in firsts]
+        return tuple((first, end, last[end - 1] + 1) for first, end in zip(firsts, ends, strict=True))
 
     def readable(self, rows: Rows) -> Tensor:
         """[N] how many keys each row may read."""
@@ -304,16 +323,14 @@ class Attention(nn.Module):
         if q_SHLD.is_cpu and scores is not None and scores.requires_grad:
             # no fused kernel gives a bias its gradient on a CPU; SDPA's fallback is slower than the plain formula
             attend = eager_attention
-        out_SLHD, _ = attend(
-            self,
-            q_SHLD,
-            keys,
-            values,
-            scores,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=D**-0.5,
-            is_causal=view.causal,
-        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        common = {"dropout": dropout, "scaling": D**-0.5, "is_causal": view.causal}
+        pieces = []
+        for first, end, read in view.spans or ((0, k * Q, keys.shape[2]),):
+            part = scores if scores is None else scores[..., first:end, :read]
+            q_SHlD, k_SHrD, v_SHrD = q_SHLD[:, :, first:end], keys[:, :, :read], values[:, :, :read]
+            pieces.append(attend(self, q_SHlD, k_SHrD, v_SHrD, part, **common)[0])
+        out_SLHD = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         out = out_SLHD.reshape(S, k, Q, H * D).transpose(1, 2)
         return group.unpad(out)
 
@@ -322,12 +339,13 @@ class Attention(nn.Module):
         kind = "linear" if self.query.weight.shape[0] == 1 else "expert"
         ledger.add(kind, rows.per_sequence, self.row_macs)
         ledger.add("router", rows.per_sequence, self.router.row_macs)
-        queries = torch.zeros_like(rows.per_sequence)
-        for group in rows.groups:
+        queries, executed = torch.zeros_like(rows.per_sequence), torch.zeros_like(rows.per_sequence)
+        for group, view in zip(rows.groups, reach.views(rows), strict=True):
             where = slice(None) if group.sequences is None else group.sequences
             queries[where] = group.positions.shape[1]
+            executed[where] = view.pairs(group.positions.shape[1], reach.length)
         pairs = torch.zeros_like(rows.per_sequence).index_add(0, rows.sequence, reach.readable(rows))
-        ledger.add_attention(queries * reach.length, pairs, self.pair_macs)
+        ledger.add_attention(executed, pairs, self.pair_macs)
         if self.relative is not None:
             ledger.add("attention", queries, self.chosen * self.relative.row_macs)
 

@@ -22,11 +22,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .linear_attention import RecurrentState
 from .memory import MemoryState
 
 KV = tuple[Tensor, Tensor]  # each [B, T, H, D]
+
+
+class GrowingLayer(DynamicLayer):
+    """transformers' dynamic layer with room ahead: a new token's keys are written, the past is not copied each time.
+
+    Half as much again is allocated when the room is used up. With gradients it concatenates, as its parent.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> KV:
+        """[B, H, T, D] new keys and values -> all of them [B, H, K, D]."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)
+        past = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", past, key_states)
+        self.values = self._append("values", past, value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, past: int, new: Tensor) -> Tensor:
+        old, room = getattr(self, name), self.__dict__.get(f"{name}_room")
+        total = past + new.shape[-2]
+        # after reordering or repeating, the kept ones lie elsewhere
+        inside = room is not None and old.data_ptr() == room.data_ptr() and old.shape[:2] == room.shape[:2]
+        if not inside or room.shape[-2] < total:
+            room = new.new_empty(*new.shape[:2], total + max(16, total // 2), new.shape[-1])
+            if past:
+                room[:, :, :past] = old
+            self.__dict__[f"{name}_room"] = room
+        room[:, :, past:total] = new
+        return room[:, :, :total]
 
 
 class Carried:
@@ -79,6 +111,12 @@ class Slots:
         self.per_loop = config.cache_slots == "loop"
         if cache is not None and not self.per_loop and not hasattr(cache, "layers"):
             raise ValueError('cache_slots="last" does not work with a paged cache (continuous batching).')
+        if cache is not None and not self.per_loop and cache.is_compileable:
+            raise ValueError('cache_slots="last" needs a dynamic cache, not a static one.')
+        if isinstance(cache, DynamicCache):
+            for number, layer in enumerate(cache.layers):
+                if type(layer) is DynamicLayer and not layer.is_initialized:
+                    cache.layers[number] = GrowingLayer()
         if cache is not None and config.carries:
             needs = f"mixer={config.mixer!r} and memory_chunk={config.memory_chunk} need"
             if not hasattr(cache, "layers") or cache.is_compileable:

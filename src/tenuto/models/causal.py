@@ -1,6 +1,6 @@
 """Causal language models over the stack of any decoder: embedding, masks, cache, head, the losses of the policies.
 
-Losses, per predicted token, labels shifted inside:
+Losses, means over predicted tokens (act, ponder: over all tokens), labels shifted inside:
 
     task     -log p(next token): at the state the policy leaves with; "all": mean over the loops; "sampled": at a depth
              drawn for the batch; PonderNet: sum_l a_l loss_l
@@ -23,7 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .attention import Reach, Rotary
 from .base import AdaptiveOutput, AdaptivePreTrainedModel
 from .cache import Slots
-from .heads import token_mask
 
 # what continuous batching hands to a model besides ids, positions, mask and cache
 PAGED = {"read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
@@ -82,7 +81,10 @@ class CausalModel(AdaptivePreTrainedModel):
                     f" new ones it must be {(B, past + T)}."
                 )
             keys_mask = attention_mask.bool()
-            mask_BT = token_mask(x_BTd[..., 0], attention_mask[:, past:])
+            if not keys_mask.any(-1).all():
+                raise ValueError("attention_mask leaves a sequence without any token.")
+            # a piece of a long prompt may hold pads alone
+            mask_BT = None if bool(keys_mask[:, past:].all()) else keys_mask[:, past:]
         if position_ids is None:
             position_ids = torch.arange(past, past + T, device=x_BTd.device).unsqueeze(0)
             if keys_mask is not None:
@@ -220,9 +222,7 @@ class CausalLM(CausalModel, GenerationMixin):
         """
 
         def some(hidden, targets):
-            logits = self.lm_head(hidden)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+            return cross_entropies(self.lm_head(hidden), targets)
 
         size = self.config.loss_chunk
         if not size or len(hidden_Md) <= size:
@@ -243,20 +243,17 @@ class CausalLM(CausalModel, GenerationMixin):
             if logits is None:
                 task = self.token_losses(out.hidden.flatten(0, 1), targets.flatten()).sum()
             else:
-                task = F.cross_entropy(
-                    logits.flatten(0, 1).float() if logits.dtype.itemsize < 4 else logits.flatten(0, 1),
-                    targets.flatten(), ignore_index=-100, reduction="sum",
-                )  # fmt: skip
+                task = cross_entropies(logits.flatten(0, 1), targets.flatten()).sum()
             losses["task"] = task / count
             if self.stack.policy.mixes:
                 tokens = out.depths > 0
                 mean = out.expected_depths[tokens].mean()
                 losses["act"] = mean if config.depth_budget is None else F.relu(mean - config.depth_budget)
         else:
-            losses |= self._trajectory_losses(out, trajectory, targets, count, reach, rotary)
+            losses |= self._trajectory_losses(out, logits, trajectory, targets, count, reach, rotary)
         return losses | self.auxiliary(out.balance)
 
-    def _trajectory_losses(self, out, trajectory, targets, count, reach, rotary) -> dict[str, Tensor]:
+    def _trajectory_losses(self, out, logits, trajectory, targets, count, reach, rotary) -> dict[str, Tensor]:
         """Losses that read several loops of a pass at full depth (training)."""
         config, policy, rows, states = self.config, self.stack.policy, trajectory.rows, trajectory.states
         targets_N = rows.pack(targets)
@@ -265,7 +262,10 @@ class CausalLM(CausalModel, GenerationMixin):
         def at(h_Nd: Tensor) -> Tensor:
             return self.token_losses(self.stack.read(h_Nd, rows, reach, rotary), targets_N)
 
-        last = self.token_losses(rows.pack(out.hidden), targets_N)
+        if logits is None:
+            last = self.token_losses(rows.pack(out.hidden), targets_N)
+        else:
+            last = cross_entropies(rows.pack(logits), targets_N)
         ponder, oracle = config.policy == "pondernet", config.policy == "exit_head" and bool(trajectory.asked)
         every = config.objective == "all" or ponder
         earlier = []
@@ -297,6 +297,12 @@ class CausalLM(CausalModel, GenerationMixin):
         if trajectory.asked:
             weights = self.stack.policy.weights(trajectory.asked)
         return F.pad(weights, (len(trajectory.states) - weights.shape[1], 0))
+
+
+def cross_entropies(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
+    """[M] losses in nats, 0 where the target is -100; in float32 or wider."""
+    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    return F.cross_entropy(logits_MV, targets_M, reduction="none", ignore_index=-100)
 
 
 def stop_labels(losses_NL: Tensor, kind: str, margin: float) -> Tensor:

@@ -65,10 +65,12 @@ class Fixed(nn.Module):
 
     `row_macs`, `start_macs`: MACs of one asking, and of a token's start. `heads`: output heads called for one asking.
     `skips_in_training`: whether tokens stop in training as well. `mixes`: whether states of several steps are mixed.
+    `watches`: whether it must be shown every step, those before the first question too. `inference_only`: training
+    runs every step and asks nothing.
     """
 
     row_macs = start_macs = heads = 0
-    skips_in_training = mixes = False
+    skips_in_training = mixes = watches = inference_only = False
 
     def start(self, x_Nd: Tensor) -> HaltState:
         """Nothing spent."""
@@ -291,9 +293,12 @@ class Convergence(Asking):
     margin             p(first choice) - p(second choice)
     """
 
+    inference_only = True
+
     def __init__(self, config):
         super().__init__()
         self.rule = config.policy
+        self.watches = self.rule != "margin"
         self.heads = int(self.rule in ("kl", "margin"))
 
     def start(self, x_Nd: Tensor) -> HaltState:

@@ -48,7 +48,7 @@ from .cache import Slots
 from .causal import CausalLM, CausalModel
 from .documents import Documents
 from .experts import Balance
-from .halting import POLICIES, RULES, HaltState
+from .halting import POLICIES, RULES, Fixed, HaltState
 from .ledger import Ledger
 from .memory import Memory, Recall
 from .rows import Rows
@@ -108,11 +108,24 @@ class LoopedConfig(AdaptiveConfig):
     cache_slots: Literal["loop", "last"] = "loop"  # "last": one slot a layer, overwritten: smaller, not exact
 
     def __post_init__(self, **kwargs):
-        # a saved config has the two that are worked out below; another depth may be asked for
+        # a saved config has the two that `derive` works out; another depth may be asked for
         kwargs = {
             name: value for name, value in kwargs.items() if name not in ("num_hidden_layers", "layer_types")
         }
         self.max_loops = self.num_loops if self.max_loops is None else self.max_loops
+        self.derive()
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """A config from its dictionary; fields given beside it count before others are worked out from them."""
+        fields = {name: kwargs.pop(name) for name in [*kwargs] if name in cls.__dataclass_fields__}
+        return super().from_dict({**config_dict, **fields}, **kwargs)
+
+    def derive(self) -> None:
+        """What follows from other fields: slots of the cache, and their kinds."""
+        if self.max_loops < self.num_loops:
+            raise ValueError(f"max_loops={self.max_loops} is below num_loops={self.num_loops}; give both.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -124,7 +137,6 @@ class LoopedConfig(AdaptiveConfig):
             attend, mix = ["full_attention"], ["linear_attention"]
             core = mix * (self.num_core_layers * loops)
             self.layer_types = attend * self.num_prelude_layers + core + attend * self.num_coda_layers
-        super().__post_init__(**kwargs)
 
     def validate_depth(self):
         """Loops, steps and thresholds must make sense together."""
@@ -138,8 +150,6 @@ class LoopedConfig(AdaptiveConfig):
             )
         if not 1 <= self.min_steps <= self.num_loops:
             raise ValueError(f"min_steps={self.min_steps} must lie between 1 and num_loops={self.num_loops}.")
-        if self.max_loops < self.num_loops:
-            raise ValueError(f"max_loops={self.max_loops} is below num_loops={self.num_loops}.")
         if not 0.0 <= self.halt_threshold <= 1.0:
             raise ValueError(f"halt_threshold={self.halt_threshold} must lie between 0 and 1.")
         if self.act_weight and self.policy not in MIXING:
@@ -193,6 +203,7 @@ class LoopedConfig(AdaptiveConfig):
         }
 
 
+FIXED = Fixed()
 MIXING = ("stick_breaking", "act", "depth_router")
 
 
@@ -275,6 +286,8 @@ class LoopedStack(nn.Module):
         rows' states to logits (policies kl and margin).
         """
         config, policy = self.config, self.policy
+        if self.training and policy.inference_only:
+            policy = FIXED
         threshold, min_steps, max_steps = self._knobs(threshold, min_steps, max_steps, len(x_BTd), slots)
         every = Rows.of(x_BTd, mask_BT)
         ledger, balance, routing = Ledger(every.batch), {}, []
@@ -318,7 +331,8 @@ class LoopedStack(nn.Module):
         states, asked_after = [], []
         grad = torch.is_grad_enabled()
         for step in range(1, max_steps + 1):
-            if policy.asks(step, threshold, min_steps):
+            may_stop = policy.asks(step, threshold, min_steps)
+            if may_stop or (policy.watches and step > 1):
                 ledger.add("halting", rows.per_sequence, policy.row_macs)
                 if policy.heads:
                     ledger.add(
@@ -327,7 +341,7 @@ class LoopedStack(nn.Module):
                 asked = policy.ask(state, h_Nd, step - 1, readout)
                 if collect:
                     asked_after.append(asked)
-                else:
+                elif may_stop:
                     go_on = policy.go_on(asked, rows.value_of(threshold))
                     if not go_on.all():
                         stopped, kept = (~go_on).nonzero().squeeze(1), go_on.nonzero().squeeze(1)
@@ -345,15 +359,16 @@ class LoopedStack(nn.Module):
                 z_Nd = self.injection(h_Nd, e_Nd)
                 ledger.add("linear", rows.per_sequence, self.injection.row_macs)
             for i, block in enumerate(self.core):
-                weight = state.log_left.exp()
+                # experts are balanced over what each row's step weighs in the end
+                weight = state.log_left.exp() if policy.mixes else None
                 z_Nd, kv[i] = run(
                     block, f"core.{i}", step, z_Nd, rows, kv[i], slots.core(i, step), weight, recalls[i]
                 )
-            torch.set_grad_enabled(grad)
             if self.scale is None:
                 h_Nd = z_Nd
             else:
                 h_Nd = h_Nd + self.scale[min(step, len(self.scale)) - 1] * (z_Nd - h_Nd)
+            torch.set_grad_enabled(grad)
             s_Nd = policy.combine(state, h_Nd)
             if collect:
                 states.append(h_Nd)

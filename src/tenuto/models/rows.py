@@ -135,6 +135,10 @@ class Rows:
         if self.index is None:
             positions = torch.arange(self.length, device=self.device).expand(self.batch, -1)
             return [QueryGroup(None, None, None, positions)]
+        if self.length == 1 and 3 * len(self) >= self.batch:
+            # one new token a sequence: to copy the keys of those alive costs more than an idle query for the others
+            positions = torch.zeros(self.batch, 1, dtype=torch.long, device=self.device)
+            return [QueryGroup(None, None, self.sequence, positions)]
         counts = self.per_sequence
         starts = counts.cumsum(0) - counts
         rank = torch.arange(len(self), device=self.device) - starts[self.sequence]
