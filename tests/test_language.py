@@ -276,3 +276,38 @@ def test_difference_is_paired_and_by_document(trained):
     assert found["interval"] == pytest.approx([0.25, 0.25], abs=1e-4)
     with pytest.raises(ValueError, match="fixed depth"):
         sweep_language(trained, [0.5], policy="fixed")
+
+
+def test_bisect_finds_the_end_of_what_is_allowed():
+    from tenuto.calibrate import bisect
+
+    assert bisect(lambda one: one >= 0.3, True, 12) == pytest.approx(0.3, abs=1e-3)
+    assert bisect(lambda one: one <= 0.3, False, 12) == pytest.approx(0.3, abs=1e-3)
+    assert bisect(lambda one: False, True, 12) == 1.0 and bisect(lambda one: False, False, 12) == 0.0
+
+
+def test_calibrate_meets_its_target_on_other_documents_and_saves(trained, capsys, tmp_path):
+    import shutil
+
+    from tenuto.calibrate import halves
+    from tenuto.evaluate import load
+
+    fit, test = halves(corpus_of(load(trained)))
+    assert len(fit.labels) and len(test.labels)
+    assert not set(fit.document[fit.document >= 0]) & set(test.document[test.document >= 0])
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    figures = answer(capsys, "calibrate", str(folder), "--max_steps", "60", "--save")
+    assert 25 <= figures["steps_percent"] <= 75 and figures["macs_percent"] < 100
+    assert json.loads((folder / "config.json").read_text())["halt_threshold"] == figures["threshold"]
+    assert answer(capsys, "evaluate", str(folder))["mean_depth"] < 4
+    assert main(["calibrate", str(folder)]) == 1
+    assert "one target" in capsys.readouterr().err
+
+
+def test_generate_writes_with_depths(trained, capsys):
+    said = answer(
+        capsys, "generate", str(trained), "--prompt", "It was", "--tokens", "6", "--threshold", "0.5"
+    )
+    assert len(said["tokens"]) == len(said["steps"]) and said["prompt"] == 6  # bytes
+    assert said["text"].startswith("It was") and all(1 <= step <= 4 for step in said["steps"])

@@ -214,6 +214,7 @@ def _evaluate_language(options) -> Any:
                 loaded.model,
                 loaded.tokenizer,
                 options.tasks.split(","),
+                thresholds=_numbers(options.thresholds) if options.thresholds else (None,),
                 limit=options.limit,
                 subjects=subjects,
                 **knobs,
@@ -404,6 +405,30 @@ def _depths_language(options) -> Any:
             table("\nexit rules, each where it does best", columns, rows)
         if figures["advice"]:
             print(f"The depths have collapsed: {figures['advice']}.")
+
+    return figures, show
+
+
+def calibrate(options) -> Any:
+    """Find the threshold that meets a target of loss or of steps, on held-out text."""
+    if not _is_language(options.checkpoint):
+        raise ValueError(
+            f"{options.checkpoint} is not a language model of `tenuto train`; calibrate needs one."
+        )
+    _quieten()
+    from .calibrate import calibrate as run
+
+    start = time.time()
+    figures = run(options.checkpoint, options.max_loss, options.max_steps, options.limit, save=options.save)
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        print(
+            f"threshold {figures['threshold']:g}: on the other half of the documents {figures['steps_percent']:.1f}% of"
+            f" the token-steps, {figures['macs_percent']:.1f}% of the MACs, loss {figures['loss_percent']:+.2f}%"
+            f" ({'met' if figures['met'] else 'not met there'})."
+            + (" Written into the checkpoint's config." if figures["saved"] else "")
+        )
 
     return figures, show
 
