@@ -311,3 +311,16 @@ def test_generate_writes_with_depths(trained, capsys):
     )
     assert len(said["tokens"]) == len(said["steps"]) and said["prompt"] == 6  # bytes
     assert said["text"].startswith("It was") and all(1 <= step <= 4 for step in said["steps"])
+
+
+def test_report_is_one_page(trained, capsys, tmp_path):
+    path = tmp_path / "page" / "report.html"
+    figures = answer(capsys, "report", str(trained), "-o", str(path), "--limit", "8")
+    html = path.read_text()
+    assert (
+        figures["report"] == str(path)
+        and "<script" not in html
+        and "http" not in html.replace("http://www.w3", "")
+    )
+    for title in ("Where the loops go", "The knob, beside every fixed depth", "A language model writes"):
+        assert title in html

@@ -108,7 +108,9 @@ def _parser() -> ArgumentParser:
     one.add_argument("--memory", action="store_true", help="training memory of the language models instead")
     one = add(verbs.report, "runs/first -o first.html", "checkpoint")
     one.add_argument("-o", "--output", help="the file; report.html in the checkpoint when left out")
-    one.add_argument("--limit", type=int, default=500, help="pairs of each test set looked at")
+    one.add_argument(
+        "--limit", type=int, default=500, help="pairs of each test set, or rows of text, looked at"
+    )
     one = add(verbs.demo, "--output demo")
     one.add_argument("--checkpoint", default="checkpoints/logic-sut", help="the longer-trained model")
     one.add_argument("--language", default="checkpoints/lm-demo", help="the language model of the second act")

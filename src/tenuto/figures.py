@@ -268,3 +268,16 @@ def costs(rows: Sequence[dict], full: int):
     axes.set_ylabel("percent of full depth")
     axes.legend(loc="lower left")
     return figure
+
+
+@draw
+def trade(fixed: Sequence[dict], rows: Sequence[dict]):
+    """Loss against million MACs per token: fixed depths joined by a line, thresholds as squares."""
+    figure, axes = _axes()
+    for some, form, colour, name in ((fixed, "o-", SECOND, "fixed depth"), (rows, "s", ACCENT, "threshold")):
+        cost, loss = [row["macs_per_token"] / 1e6 for row in some], [row["loss"] for row in some]
+        axes.plot(cost, loss, form, color=colour, label=name)
+    axes.set_xlabel("million MACs per token")
+    axes.set_ylabel("loss, nats per token")
+    axes.legend()
+    return figure

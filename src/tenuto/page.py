@@ -82,6 +82,7 @@ def _training(history: Sequence[dict], title: str, text: str, floor: float | Non
     wanted = (
         ("loss", 1, "loss", "The training loss; on a flat stretch nothing is being learnt."),
         ("eval_accuracy", 100, "validation, percent right", "How much of the validation set is right."),
+        ("eval_loss", 1, "validation loss", "The loss on held-out text."),
         ("depth/mean", 1, "mean steps", "Steps per token while training. Falling: the model learns to stop."),
     )
     pictures = []
@@ -295,7 +296,7 @@ def _language(act: dict[str, Any] | None, scale: int) -> str:
     legend = "".join(f'<i class="d{colour(n)}">{n}</i>' for n in range(1, full + 1))
     return _section(
         "A language model writes",
-        _p(f"A looped language model of {act['parameters']:,} parameters goes on with three beginnings (underlined)."
+        _p(f"A looped language model of {act['parameters']:,} parameters goes on with beginnings (underlined)."
            " Each token is coloured by the loops that were run to predict the next one."),
         f'<pre>{escape(act["command"])}</pre>',
         f'<div class="legend"><span>{legend}</span>loops</div>',

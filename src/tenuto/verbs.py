@@ -639,6 +639,14 @@ def isoflops(options) -> Any:
 def report(options) -> Any:
     """One self-contained HTML page about a checkpoint."""
     _quieten()
+    if _is_language(options.checkpoint):
+        from .language_page import language_page, measure_language
+
+        figures = measure_language(options.checkpoint, options.limit)
+        path = Path(options.output or Path(options.checkpoint) / "report.html")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(language_page(figures), encoding="utf-8")
+        return {"report": str(path), **figures}, lambda: print(f"The report is {path}.")
     from .report import measure, write_report
 
     figures = measure(options.checkpoint, options.limit)
