@@ -18,7 +18,8 @@ from tenuto.recipe import Data, Recipe, Schedule, load_recipe
 from tenuto.train import AdaptiveTrainer, start_from, train
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(ROOT.glob("recipes/**/*.yaml"))
+PLANS = {"matrix": ROOT / "recipes/lm/matrix.yaml", "isoflops": ROOT / "recipes/lm/isoflops.yaml"}
+RECIPES = sorted(set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values()})
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,18 @@ def test_every_recipe_builds_its_model(path):
     recipe = load_recipe(path)
     model = build(preset(recipe.preset, **recipe.config), recipe.head)
     assert sum(p.numel() for p in model.parameters()) > 1000
+
+
+def test_every_plan_names_recipes_that_build(monkeypatch):
+    """The matrix and the equal-FLOPs comparison that ship: every cell has a valid config, and a name of its own."""
+    from tenuto import isoflops, matrix
+
+    monkeypatch.chdir(ROOT)
+    for cells, least in (
+        (matrix.cells_of(matrix.load_plan(PLANS["matrix"], matrix.Matrix)), 40),
+        (isoflops.cells_of(isoflops.load_plan(PLANS["isoflops"], isoflops.Iso)), 20),
+    ):
+        assert len({cell.name for cell in cells}) == len(cells) >= least
 
 
 def test_start_from_refuses_another_config(tmp_path):

@@ -61,7 +61,7 @@ def recipe(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def short_sets():
     """The protocol with a few pairs of every set: the data itself has tests of its own."""
-    from tenuto import demo, evaluate, train
+    from tenuto import demo, evaluate, tasks
     from tenuto.data import logical_inference
 
     whole = logical_inference.protocol("length")
@@ -72,7 +72,7 @@ def short_sets():
         {name: pairs[:12] for name, pairs in whole.test.items()},
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (evaluate, train, logical_inference):
+        for module in (evaluate, tasks, logical_inference):
             patch.setattr(module, "protocol", lambda name: few)
         patch.setattr(demo, "THRESHOLDS", (0.5,))
         yield
