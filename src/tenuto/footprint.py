@@ -190,8 +190,7 @@ class _Shape:
         """Of one token: input injection and loop scale of all loops."""
         config, d = self.config, self.config.hidden_size
         injected = min(self.loops, config.num_loops - 1)
-        # the scale is learned in every loop, a truncated one too
-        kept = config.num_loops * self.stream * d if config.loop_scale else 0
+        kept = self.loops * self.stream * d if config.loop_scale else 0
         if config.input_injection == "concat":
             return kept + injected * 2 * d * self.operand
         if config.input_injection == "decay" and injected:
