@@ -11,8 +11,7 @@ LENGTHS = [str(n) for n in range(7, 13)]
 ROWS = {
     "transformer": ("Transformer, 8 layers", ["transformer"]),
     "ut": ("Universal Transformer, halting", ["ut"]),
-    "ut-longer": ("the same, second stage", ["ut", "ut-longer"]),
-    "ut-longer-both-ways": ("the same, each pair read both ways", ["ut", "ut-longer"]),
+    "ut-both-ways": ("the same, each pair read both ways", ["ut"]),
     "sut": ("Sparse Universal Transformer, halting", ["sut"]),
 }
 
@@ -88,12 +87,29 @@ def bench(name: str) -> str:
     return "\n".join(lines)
 
 
+def language(name: str) -> str:
+    """The sweep of a language model: fixed depths, then thresholds."""
+    figures = json.loads((ROOT / "results" / "lm" / f"{name}-sweep.json").read_text())["figures"]
+    lines = [
+        "| setting | loss | % above full depth | loops/token | steps skipped % | MACs % | seconds % | better than fixed |",
+        "|---" * 8 + "|",
+    ]
+    for row in (*figures["fixed"], *figures["rows"]):
+        name = f"depth {row['max_steps']}" if "max_steps" in row else f"threshold {row['threshold']:g}"
+        better = f"{row['saved_over_fixed']:+.4f}" if "saved_over_fixed" in row else ""
+        lines.append(
+            f"| {name} | {row['loss']:.4f} | {row['loss_percent']:+.2f} | {row['mean_depth']:.2f}"
+            f" | {row['steps_skipped']:.1f} | {100 * row['macs_share']:.1f} | {100 * row['seconds_share']:.1f} | {better} |"
+        )
+    return "\n".join(lines)
+
+
 def lines_of(name: str) -> str:
     """How long a model file is."""
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
 
 
-MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "lines": lines_of}
+MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "language": language, "lines": lines_of}
 
 
 def filled(text: str) -> str:
