@@ -113,6 +113,10 @@ def test_depths_of_a_language_model(trained, capsys, tmp_path):
     assert total == figures["tokens"] == sum(row["tokens"] for row in figures["by_position"].values())
     oracle = figures["oracle"]
     assert oracle["loss"] <= min(oracle["loss_by_depth"])
+    # every depth is a pass in which nobody stops, whatever the threshold
+    for depth in (1, 4):
+        plain = answer(capsys, "evaluate", str(trained), "--policy", "fixed", "--max_steps", str(depth))
+        assert oracle["loss_by_depth"][depth - 1] == pytest.approx(plain["loss"], abs=2e-4)
     assert oracle["headroom"] == pytest.approx(oracle["loss_by_depth"][-1] - oracle["loss"], abs=2e-4)
     assert {row["rule"] for row in figures["rules"]} == {
         "exit_head",

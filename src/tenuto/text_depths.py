@@ -157,7 +157,10 @@ def adjusted(
 
 def losses_by_depth(model, corpus: Corpus, progress: Callable | None = None) -> np.ndarray:
     """[R, T, L] loss of every token when all tokens run l = 1..L loops; nan where nothing is predicted."""
-    knobs = [{"max_steps": depth} for depth in range(1, model.config.num_loops + 1)]
+    knobs: list[dict[str, int]] = [{"max_steps": depth} for depth in range(1, model.config.num_loops + 1)]
+    if model.config.policy != "fixed":
+        # nobody may stop before
+        knobs = [{"max_steps": one["max_steps"], "min_steps": one["max_steps"]} for one in knobs]
     return np.stack([measure(model, corpus, f"depth {one['max_steps']}", **one).losses for one in knobs], -1)
 
 

@@ -268,10 +268,15 @@ class CausalLM(CausalModel, GenerationMixin):
             last = cross_entropies(rows.pack(logits), targets_N)
         ponder, oracle = config.policy == "pondernet", config.policy == "exit_head" and bool(trajectory.asked)
         every = config.objective == "all" or ponder
+        # a sampled depth: the pass itself ends there, or, run to the end for the oracle, the loss is taken there
+        taken = len(states) - 1
+        if oracle and config.objective == "sampled":
+            taken = int(torch.randint(len(states), ()))
         earlier = []
         if every or oracle:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and every):
-                earlier = [at(h_Nd) for h_Nd in states[:-1]]
+            for number, h_Nd in enumerate(states[:-1]):
+                with torch.set_grad_enabled(torch.is_grad_enabled() and (every or number == taken)):
+                    earlier.append(at(h_Nd))
         losses_NL = torch.stack([*earlier, last], -1)
         losses = {}
         if ponder:
@@ -281,7 +286,7 @@ class CausalLM(CausalModel, GenerationMixin):
         elif every:
             losses["task"] = losses_NL.mean(-1).sum() / count
         else:
-            losses["task"] = last.sum() / count
+            losses["task"] = (losses_NL[:, taken] if earlier else last).sum() / count
         if oracle:
             logits = torch.stack([one.kept[0] for one in trajectory.asked], -1)
             labels = stop_labels(losses_NL.detach(), config.exit_labels, config.exit_margin)

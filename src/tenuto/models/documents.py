@@ -48,7 +48,7 @@ class Documents:
 
         for kind, figures in own.macs.items():
             ledger.add(kind, total(figures), 1)
-        ledger.add_attention(torch.zeros(1, dtype=torch.int64), total(own.attention_causal), 1)
+        ledger.add_attention(sequence.new_zeros(1), total(own.attention_causal), 1)
         ledger.add_kv(total(own.kv_bytes), 1)
 
     @cached_property

@@ -100,7 +100,8 @@ class Asking(Fixed):
     def go_on(self, state: HaltState, threshold_N: float | Tensor) -> Tensor:
         """[N] bool, Eq. 3: 1 - sum a_j > 1 - threshold. A threshold of 1 stops nobody, 0 everybody."""
         threshold = torch.as_tensor(threshold_N, dtype=state.log_left.dtype, device=state.log_left.device)
-        return state.log_left > torch.log1p(-threshold)
+        # a mass or confidence may round to 1
+        return (state.log_left > torch.log1p(-threshold)) | (threshold >= 1)
 
     def ask(self, state: HaltState, h_Nd: Tensor, step: int, readout=None) -> HaltState:
         """The state after h_step was asked. `readout` maps states to logits, for policies with `heads`."""

@@ -332,7 +332,7 @@ class LoopedStack(nn.Module):
         grad = torch.is_grad_enabled()
         for step in range(1, max_steps + 1):
             may_stop = policy.asks(step, threshold, min_steps)
-            if may_stop or (policy.watches and step > 1):
+            if may_stop or (policy.watches and 1 < step and min_steps < max_steps):
                 ledger.add("halting", rows.per_sequence, policy.row_macs)
                 if policy.heads:
                     ledger.add(
@@ -410,7 +410,9 @@ class LoopedStack(nn.Module):
         threshold = config.halt_threshold if threshold is None else threshold
         if max_steps is None:
             max_steps = config.num_loops
-            if self.training and config.objective == "sampled":
+            # while an exit head learns, every loop is run: its labels look at all that is deeper
+            learns = config.policy == "exit_head" and (min_steps or config.min_steps) < max_steps
+            if self.training and config.objective == "sampled" and not learns:
                 max_steps = int(torch.randint(1, config.num_loops + 1, ()))
             # a minimum above the depth of this pass means all of it
             min_steps = min(config.min_steps if min_steps is None else min_steps, max_steps)
