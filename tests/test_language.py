@@ -9,8 +9,9 @@ import yaml
 
 from tenuto.cli import main
 from tenuto.collapse import collapse
-from tenuto.isoflops import Iso, cells_of, fit_exponent
+from tenuto.isoflops import Iso, cells_of, fit_exponent, training_macs
 from tenuto.language import corpus_of, difference, measure, sweep_language
+from tenuto.matrix import ledger_macs
 from tenuto.text_depths import adjusted, bands, grouped, spearman, token_kinds
 
 RECIPE = {
@@ -154,6 +155,8 @@ def test_matrix_resumes_and_tabulates(tmp_path, capsys):
         capsys, "matrix", str(plan), "--output", str(tmp_path / "out"), "--only", "*-fixed-loops-0"
     )
     assert first["done"] == 2 and first["cells"] == 6
+    assert main(["matrix", str(plan), "--output", str(tmp_path / "out"), "--only", "nothing*"]) == 1
+    assert "No cell is called" in capsys.readouterr().err
     kept = tmp_path / "out" / "attention-fixed-loops-0" / "cell.json"
     before = kept.stat().st_mtime_ns
     whole = answer(capsys, "matrix", str(plan), "--output", str(tmp_path / "out"))
@@ -189,8 +192,29 @@ def test_isoflops_members_have_equal_parameters_or_equal_arithmetic(tmp_path):
     assert core("dense-same-parameters-0") == core("looped-0")
     assert core("dense-unrolled-0") == 4 * core("looped-0") and macs("dense-unrolled-0") == macs("looped-0")
     assert core("grid-32-4-0") * 4 == core("grid-32-2-0") * 2 == core("grid-32-1-0")
-    longer = cells["dense-same-parameters-same-training-MACs-0"].recipe.training["max_steps"]
-    assert longer > cells["looped-0"].recipe.training["max_steps"]
+    # the same training arithmetic by the ledger: MACs of a token x steps
+    steps = {name: one.recipe.training["max_steps"] for name, one in cells.items()}
+    assert steps["dense-same-parameters-same-training-MACs-0"] > steps["looped-0"] == 12
+    spent = training_macs(cells["looped-0"].recipe)
+    for name in ("same-parameters", "unrolled"):
+        one = cells[f"dense-{name}-same-training-MACs-0"].recipe
+        cost = sum(ledger_macs(one, one.config))
+        assert steps[f"dense-{name}-same-training-MACs-0"] * cost == pytest.approx(12 * spent, rel=0.08)
+
+
+def test_ledger_macs_are_of_a_full_row(tmp_path):
+    """Twice the loops cost twice the core, scores included."""
+    from tenuto.recipe import load_recipe
+
+    base = load_recipe(recipe(tmp_path))
+    config = {**base.config, "policy": "fixed"}
+    once, each = ledger_macs(base, config)
+    with torch.no_grad():
+        from tenuto.presets import build, preset
+
+        model = build(preset(base.preset, **{"vocab_size": 259, **config, "num_loops": 5}), "causal").eval()
+        total = model(torch.ones(1, 48, dtype=torch.long), use_cache=False).compute.total / 48
+    assert once + 5 * each == pytest.approx(total)
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.46, 1.0])
@@ -269,6 +293,31 @@ def test_spearman_is_of_ranks():
     assert spearman(np.array([1, 1, 2, 2]), np.array([1, 2, 2, 3])) == pytest.approx(0.7071, abs=1e-3)
 
 
+def test_the_best_threshold_is_judged_on_other_documents(trained):
+    """`best` is the one that saves most on the first half; its figure is the second half's."""
+    from tenuto.evaluate import load
+    from tenuto.language import halves, saved
+
+    loaded = load(trained)
+    corpus, model = corpus_of(loaded), loaded.model
+    fit, test = halves(corpus)
+    figures = sweep_language(trained, [0.7, 0.5, 0.3], repeats=1)
+    fixed = [measure(model, corpus, max_steps=depth, min_steps=depth) for depth in (1, 2, 3, 4)]
+    passes = {one: measure(model, corpus, threshold=one) for one in (0.7, 0.5, 0.3)}
+    want = max(passes, key=lambda one: saved(passes[one], fixed, fit))
+    assert figures["best"]["threshold"] == want
+    assert figures["best"]["saved_over_fixed"] == saved(passes[want], fixed, test)
+
+
+def test_pieces_keep_split_characters_whole():
+    from tenuto.data.text import byte_tokenizer
+    from tenuto.written import pieces
+
+    words = byte_tokenizer()
+    ids = words("café “x”")["input_ids"]
+    assert "".join(pieces(words, ids)) == "café “x”" and len(pieces(words, ids)) == len(ids)
+
+
 def test_difference_is_paired_and_by_document(trained):
     from tenuto.evaluate import load
 
@@ -293,12 +342,12 @@ def test_bisect_finds_the_end_of_what_is_allowed():
 def test_calibrate_meets_its_target_on_other_documents_and_saves(trained, capsys, tmp_path):
     import shutil
 
-    from tenuto.calibrate import halves
     from tenuto.evaluate import load
+    from tenuto.language import halves
 
-    fit, test = halves(corpus_of(load(trained)))
-    assert len(fit.labels) and len(test.labels)
-    assert not set(fit.document[fit.document >= 0]) & set(test.document[test.document >= 0])
+    corpus = corpus_of(load(trained))
+    fit, test = (corpus.document[rows] for rows in halves(corpus))
+    assert len(fit) and len(test) and not set(fit[fit >= 0]) & set(test[test >= 0])
     folder = tmp_path / "copy"
     shutil.copytree(trained, folder)
     figures = answer(capsys, "calibrate", str(folder), "--max_steps", "60", "--save")

@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 
 from .evaluate import load
-from .language import Corpus, Measured, corpus_of, difference, measure
-
-
-def halves(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """The rows in two parts that share no document: the parts take turns, in the order of the documents."""
-    opens = np.unique(corpus.document[:, 0], return_inverse=True)[1]
-    part = opens % 2
-    # a row holds several documents: what the first part has seen of them, the second leaves out
-    seen = np.unique(corpus.document[part == 0])
-    known = np.isin(corpus.document, seen[seen >= 0]).any(1)
-    return _rows(corpus, np.flatnonzero(part == 0)), _rows(corpus, np.flatnonzero((part == 1) & ~known))
+from .language import Corpus, Measured, corpus_of, difference, halves, measure
 
 
 def _rows(corpus: Corpus, rows: np.ndarray) -> Corpus:
@@ -49,7 +39,10 @@ def calibrate(
     model, config = loaded.model, loaded.model.config
     if config.policy == "fixed":
         raise ValueError(f"{loaded.folder} has a fixed depth: there is no threshold to find.")
-    fit, test = halves(corpus_of(loaded, limit=limit))
+    # problems: those of the trained depths; the tests stay unseen
+    names = [] if loaded.recipe.data.text is not None else ["validation"]
+    corpus = corpus_of(loaded, names, limit)
+    fit, test = (_rows(corpus, rows) for rows in halves(corpus))
     if not len(fit.labels) or not len(test.labels):
         raise ValueError("The held-out part has too few documents to be cut in two; raise validation_rows.")
     full = measure(model, fit, max_steps=config.num_loops, min_steps=config.num_loops)

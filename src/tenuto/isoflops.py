@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .matrix import Cell, language_recipe, load_plan, run_cells, token_macs, varied
+from .matrix import Cell, language_recipe, ledger_macs, load_plan, run_cells, varied
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Iso:
     """What is compared.
 
     base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison. The dense models
-    are made from it: same parameters (one loop); the unrolled shape (r x C layers: same arithmetic, training and
-    inference, on the same tokens); same parameters on as many more tokens as give the same training arithmetic; and
-    of the looped model itself every fixed depth up to r. widths, loops, width_seeds: the grid of the exponent:
+    are made from it: same parameters (one loop), and the unrolled shape (r x C layers: the arithmetic of full depth at
+    inference); each on the same tokens, and on as many as give the same training arithmetic, by the ledger. The looped
+    model's own fixed depths are in each of its results. widths, loops, width_seeds: the grid of the exponent:
     hidden sizes (heads and feed-forward grow with them) and r, unrolled depth kept.
     """
 
@@ -49,19 +49,18 @@ def cells_of(plan: Iso) -> list[Cell]:
     looped = preset(base.preset, **base.config)
     r, layers, steps = looped.num_loops, looped.num_core_layers, base.training["max_steps"]
     dense = {**PLAIN, "num_loops": 1, "input_injection": "none"}
-    once, each = token_macs(base.preset, {**base.config, **PLAIN})
-    head = looped.hidden_size * looped.vocab_size
-    # what the looped model's training costs against one pass of its layers: sampled depth costs half of the loops
-    spent = (1 + r) / 2 if looped.objective == "sampled" else r
-    longer = round(steps * (once + spent * each + head) / (once + each + head))
+    shapes = {"same parameters": dense, "unrolled": {**dense, "num_core_layers": r * layers}}
+    spent, cost = training_macs(base), {}
+    for name, shape in shapes.items():
+        once, each = ledger_macs(base, {**base.config, **shape})
+        cost[name] = once + each
     cells = []
     for seed in plan.seeds:
-        members = {
-            "looped": varied(base, {}, seed),
-            "dense, same parameters": varied(base, dense, seed),
-            "dense, same parameters, same training MACs": varied(base, dense, seed, max_steps=longer),
-            "dense, unrolled": varied(base, {**dense, "num_core_layers": r * layers}, seed),
-        }
+        members = {"looped": varied(base, {}, seed)}
+        for name, shape in shapes.items():
+            members[f"dense, {name}"] = varied(base, shape, seed)
+            equal = round(steps * spent / cost[name])
+            members[f"dense, {name}, same training MACs"] = varied(base, shape, seed, max_steps=equal)
         for name, recipe in members.items():
             folder = name.replace(", ", "-").replace(" ", "-")
             cells.append(Cell(f"{folder}-{seed}", {"member": name, "seed": seed}, recipe))
@@ -82,6 +81,29 @@ def cells_of(plan: Iso) -> list[Cell]:
                 labels = {"member": "grid", "width": width, "r": loops, "seed": seed}
                 cells.append(Cell(f"grid-{width}-{loops}-{seed}", labels, varied(base, shape, seed)))
     return cells
+
+
+def training_macs(base) -> float:
+    """Forward MACs that a token costs the looped model in training, by the ledger: the mean over sampled depths; while
+    an exit head learns, all loops, and a reading after each.
+    """
+    from .presets import preset
+    from .tasks import vocabulary
+
+    config = preset(base.preset, **{"vocab_size": vocabulary(base), **base.config})
+    once, each = ledger_macs(base, {**base.config, **PLAIN})
+    loops = config.num_loops
+    readings = (loops - 1) * config.hidden_size * config.vocab_size
+    if config.num_coda_layers and (config.objective == "all" or config.policy == "exit_head"):
+        raise ValueError(
+            "The equal-MACs members are not worked out for num_coda_layers above 0 with several readings."
+        )
+    plain = (1 + loops) / 2 if config.objective == "sampled" else loops
+    macs = once + plain * each + (readings if config.objective == "all" else 0)
+    if config.policy == "exit_head":
+        share = base.schedule.halting_from
+        macs = share * macs + (1 - share) * (once + loops * each + readings)
+    return macs
 
 
 def block_parameters(recipe) -> tuple[int, int]:
@@ -126,12 +148,10 @@ def fit_exponent(points: list[tuple[int, int, int, float]], draws: int = 200) ->
     groups = [np.flatnonzero([key == one for key in keys]) for one in dict.fromkeys(keys)]
     residual = (wrong / max(1, len(data) - 4)) ** 0.5
     for _ in range(draws):
-        if all(len(group) == 1 for group in groups):
-            # one run a point: its noise is taken from the fit
-            rows = data.copy()
-            rows[:, 3] += random.normal(0, residual, len(rows))
-        else:
-            rows = data[np.concatenate([random.choice(group, len(group)) for group in groups])]
+        rows = data[np.concatenate([random.choice(group, len(group)) for group in groups])]
+        # a point with one run has the noise of the fit
+        alone = np.concatenate([np.full(len(group), len(group) == 1) for group in groups])
+        rows[alone, 3] += random.normal(0, residual, alone.sum())
         drawn.append(best(rows)[1])
     return {
         "phi": round(float(phi), 3),
@@ -184,7 +204,8 @@ def run_isoflops(
             cell = by_name[f"grid-{one['width']}-{one['r']}-{one['seed']}"]
             points.append((*block_parameters(cell.recipe), one["r"], one["loss"]))
     figures["exponent"] = None
-    if len({(once, rec, r) for once, rec, r, _ in points}) >= 5:
+    loops = {r for _, _, r, _ in points}
+    if len(loops) > 1 and len({rec for _, rec, r, _ in points if r == 1}) > 1 and len(points) > 4:
         figures["exponent"] = fit_exponent(points)
     figures["grid"] = [dict(zip(("once", "shared", "r", "loss"), point, strict=True)) for point in points]
     figures["results"] = results

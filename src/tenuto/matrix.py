@@ -83,36 +83,38 @@ def varied(base: Recipe, config: dict[str, Any], seed: int, **training) -> Recip
     return recipe
 
 
-def token_macs(preset_name: str, fields: dict[str, Any]) -> tuple[int, int]:
-    """MACs of one token outside the core, and of one loop of it (scores not counted)."""
+def ledger_macs(base: Recipe, config: dict[str, Any]) -> tuple[float, float]:
+    """MACs of one token of a full row outside the core, and of one loop of it: what the ledger books, scores too."""
     import torch
 
     from .presets import build, preset
+    from .tasks import vocabulary
 
-    with torch.device("meta"):
-        one, two = (
-            build(
-                preset(preset_name, **{**fields, "num_loops": loops, "max_loops": None}), "causal"
-            ).stack.token_macs()
-            for loops in (2, 3)
-        )
-    return 3 * one - 2 * two, two - one
+    length = base.data.text.length if base.data.text else 32
+    macs = []
+    for loops in (2, 3):
+        fields = {"vocab_size": vocabulary(base), **config, "num_loops": loops, "max_loops": None}
+        with torch.inference_mode():
+            model = build(preset(base.preset, **fields), "causal").eval()
+            macs.append(
+                model(torch.ones(1, length, dtype=torch.long), use_cache=False).compute.total / length
+            )
+    return 3 * macs[0] - 2 * macs[1], macs[1] - macs[0]
 
 
 def cells_of(matrix: Matrix) -> list[Cell]:
     """Every cell with its recipe, checked before anything is trained."""
     from .presets import preset
 
-    base = load_recipe(matrix.base)
-    if base.head != "causal":
-        raise ValueError(
-            f'{matrix.base} has head {base.head!r}; a matrix compares language models (head "causal").'
-        )
-    first = {**base.config, **next(iter(matrix.bodies.values())), "policy": "fixed", "act_weight": 0.0}
+    base = language_recipe(matrix.base)
+    plain = {"policy": "fixed", "act_weight": 0.0}
+    first = {**base.config, **next(iter(matrix.bodies.values())), **plain}
     loops = preset(base.preset, **first).num_loops
-    once, each = token_macs(base.preset, first)
-    target = once + loops * each
-    cells = []
+    target = 0
+    if "macs" in matrix.budgets:
+        once, each = ledger_macs(base, first)
+        target = once + loops * each
+    cells, fitting = [], {}
     for (body, part), (policy, rule), budget, seed in product(
         matrix.bodies.items(), matrix.policies.items(), matrix.budgets, matrix.seeds
     ):
@@ -120,9 +122,12 @@ def cells_of(matrix: Matrix) -> list[Cell]:
         if budget == "macs":
             if body == next(iter(matrix.bodies)):
                 continue  # it is its own measure: the same cell as with equal loops
-            plain = {**base.config, **part, "policy": "fixed", "act_weight": 0.0}
-            once, each = token_macs(base.preset, plain)
-            config["num_loops"] = max(1, round((target - once) / each))
+            if body not in fitting:
+                once, each = ledger_macs(base, {**base.config, **part, **plain})
+                fitting[body] = max(1, round((target - once) / each))
+            if fitting[body] == preset(base.preset, **{**base.config, **part, **plain}).num_loops:
+                continue  # the same cell as with equal loops
+            config["num_loops"] = fitting[body]
         labels = {"body": body, "policy": policy, "budget": budget, "seed": seed}
         name = "-".join(map(str, labels.values()))
         cells.append(Cell(name, labels, varied(base, config, seed)))
@@ -134,11 +139,15 @@ def run_cell(cell: Cell, folder: Path, thresholds: list[float], progress=None) -
     from .collapse import collapse
     from .evaluate import load
     from .language import corpus_of, measure, summary, sweep_language
-    from .train import train
+    from .train import same_recipe, train
 
     file = folder / "cell.json"
+    if (folder / "recipe.yaml").is_file():
+        same_recipe(cell.recipe, folder)
     if file.is_file():
-        return json.loads(file.read_text())
+        result = json.loads(file.read_text())
+        if result["thresholds"] == thresholds:
+            return result
     if (folder / "training.json").is_file():
         trained = json.loads((folder / "training.json").read_text())
     else:
@@ -159,20 +168,16 @@ def run_cell(cell: Cell, folder: Path, thresholds: list[float], progress=None) -
         "tokens_per_second": round(figures["tokens"] / said.seconds),
         "train_tokens_per_cpu_second": round(steps * batch * tokens_per_step / trained["seconds"]["cpu"])
         if tokens_per_step and trained["seconds"]["cpu"] else None,
-        "train_cpu_seconds": trained["seconds"]["cpu"],
+        "train_cpu_seconds": trained["seconds"]["cpu"], "thresholds": thresholds,
     }  # fmt: skip
     if config.policy != "fixed":
         result |= collapse(depths, config.min_steps, config.num_loops)
         knob = sweep_language(folder, thresholds, repeats=1)
-        # every policy is judged where it does best against a fixed depth of the same MACs
-        best = max(knob["rows"], key=lambda row: row["saved_over_fixed"])
-        result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": best}
+        result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
     else:
         result["fixed"] = fixed_depths(loaded.model, corpus)
     if config.ffn_experts > 1 or config.attention_experts > 1:
-        from .expert_usage import expert_loop_information
-
-        result["expert_loop_nats"] = expert_loop_information_of(loaded.model, corpus, expert_loop_information)
+        result["expert_loop_nats"] = expert_loops(loaded.model, corpus)
     draft = file.with_suffix(".part")
     draft.write_text(json.dumps(result, indent=1) + "\n")
     draft.replace(file)
@@ -193,22 +198,22 @@ def fixed_depths(model, corpus) -> list[dict[str, Any]]:
     return rows
 
 
-def expert_loop_information_of(model, corpus, information) -> dict[str, float]:
-    """Mutual information of expert and loop index, in nats, for each router of the core."""
+def expert_loops(model, corpus) -> dict[str, float]:
+    """Mutual information of expert and loop index, in nats, for the routers of the core by part."""
     import torch
 
-    rows = {name: value[:16] for name, value in corpus.inputs.items() if name != "labels"}
+    from .expert_usage import expert_loop_information
+
+    rows = {name: value[:16].to(model.device) for name, value in corpus.inputs.items() if name != "labels"}
     with torch.inference_mode():
         routing = model(**rows, use_cache=False, output_routing=True).routing
-    config = model.config
-    by_name: dict[str, list] = {}
-    for one in routing:
-        if one[1].startswith("core."):
-            by_name.setdefault(one[1], []).append(one)
-    experts = {"attention": config.attention_experts, "feed_forward": config.ffn_experts}
+    experts = {"attention": model.config.attention_experts, "feed_forward": model.config.ffn_experts}
     return {
-        name: round(float(information(records, experts[name.rsplit(".", 1)[-1]])), 4)
-        for name, records in by_name.items()
+        part: round(
+            float(expert_loop_information([one for one in routing if one[1].endswith(part)], count)), 4
+        )
+        for part, count in experts.items()
+        if count > 1
     }
 
 
@@ -220,7 +225,7 @@ def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for (body, policy, budget), some in groups.items():
         loss = np.array([one["loss"] for one in some])
-        saved = [one["best"]["saved_over_fixed"] for one in some if "best" in one]
+        saved = [one["best"]["saved_over_fixed"] for one in some if one.get("best")]
         rows.append(
             {
                 "body": body, "policy": policy, "budget": budget, "seeds": len(some), "loops": some[0]["loops"],
@@ -281,12 +286,13 @@ def run_cells(
     cells: list[Cell], output: Path, only: str | None, thresholds: list[float], progress=None
 ) -> list[dict[str, Any]]:
     """Runs the cells whose name fits `only` (all when None); returns the results of all that are done."""
+    names = [cell.name for cell in cells]
+    if only is not None and not any(fnmatch(name, only) for name in names):
+        raise ValueError(f"No cell is called {only!r}; they are {', '.join(names)}.")
     for cell in cells:
         if only is None or fnmatch(cell.name, only):
             with nullcontext() if progress is None else progress() as bar:
                 run_cell(cell, output / cell.name, thresholds, bar)
     files = [output / cell.name / "cell.json" for cell in cells]
     results = [json.loads(file.read_text()) for file in files if file.is_file()]
-    if not results:
-        raise ValueError(f"No cell is called {only!r}; they are {', '.join(cell.name for cell in cells)}.")
     return results

@@ -102,6 +102,14 @@ def tokenizer_of(wanted: Text):
     return text.train_bpe(texts(), wanted.vocab_size)
 
 
+def vocabulary(recipe: Recipe) -> int:
+    """Number of tokens of the recipe's tokenizer, without training one."""
+    wanted = recipe.data.text
+    if wanted is None:
+        return len(algorithmic.VOCABULARY)
+    return wanted.vocab_size if wanted.tokenizer == "bpe" else len(text.load_tokenizer(wanted.tokenizer))
+
+
 def held_out(wanted: Text, words) -> tuple[text.Packed, np.ndarray]:
     """The held-out part, and the indices of its rows that are evaluated: `validation_rows`, topics in turn."""
     packed = text.read_corpus(wanted.sources, words, wanted.length, "validation", wanted.cache)

@@ -210,7 +210,8 @@ def text_depths(
         "policy": config.policy,
         "mean_depth": round(float(depth.mean()), 4),
         "histogram": shares.round(4).tolist(),
-        **collapse(depth, config.min_steps, config.num_loops),
+        **(collapse(depth, knobs.get("min_steps", config.min_steps), knobs.get("max_steps", config.num_loops))
+           if config.policy != "fixed" else {"collapsed": False, "advice": None}),
         "by_topic": grouped(depth, topic, corpus.groups, document),
         "by_topic_adjusted": adjusted(depth, topic, corpus.groups, covariates, document),
         "by_kind": grouped(depth, kind, KINDS, document),
@@ -239,13 +240,15 @@ def text_depths(
 def exit_rules(
     checkpoint, config, thresholds: Sequence[float], limit: int | None, headroom: float
 ) -> list[dict]:
-    """Every rule that can read the model: where it does best against a fixed depth of the same MACs."""
+    """Every rule that can read the model: the threshold that does best against a fixed depth of the same MACs on one
+    half of the documents, and what it saves on the other.
+    """
     readable = [rule for rule in RULES if not (config.num_coda_layers and rule in ("kl", "margin"))]
     own = [] if config.policy in (*RULES, "fixed") else [None]
     rows = []
     for rule in (*own, *readable):
         knob = sweep_language(checkpoint, thresholds, repeats=1, policy=rule, limit=limit)
-        best = max(knob["rows"], key=lambda row: row["saved_over_fixed"])
+        best = knob["best"] or max(knob["rows"], key=lambda row: row["saved_over_fixed"])
         rows.append(
             {
                 "rule": rule or config.policy,

@@ -21,7 +21,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from . import models  # noqa: F401 - registers the architectures
 from .collapse import collapse
@@ -92,11 +91,13 @@ class AdaptiveTrainer(Trainer):
         out = model(**inputs, **knobs)
         if model.training:
             self._track(out, inputs)
-        return (out.loss, out) if return_outputs else out.loss
+        # the loss of an evaluation is the task's: prices of depth are no part of it, and change during training
+        loss = out.loss if model.training else out.losses["task"]
+        return (loss, out) if return_outputs else loss
 
     def _track(self, out, inputs) -> None:
         if not torch.isfinite(out.loss):
-            kept = get_last_checkpoint(self.args.output_dir)
+            kept = last_checkpoint(Path(self.args.output_dir))
             raise NonFiniteLoss(
                 f"The loss is {out.loss.item()} at step {self.state.global_step + 1}"
                 f" ({', '.join(f'{name} {value.item():.3g}' for name, value in out.losses.items())})."
@@ -171,6 +172,12 @@ def _counts(inputs: dict) -> dict[str, float]:
     }
 
 
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is whole: its state is written last, and a kill may come before."""
+    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda one: int(one.name.split("-")[1]))) if whole else None
+
+
 def start_from(model, checkpoint: str) -> None:
     """Loads a checkpoint's weights; only the halting net may be missing, nothing may be left over."""
     file = Path(checkpoint) / "model.safetensors"
@@ -190,7 +197,7 @@ def start_from(model, checkpoint: str) -> None:
     model.tie_weights()
 
 
-def _same_recipe(recipe: Recipe, output: Path) -> None:
+def same_recipe(recipe: Recipe, output: Path) -> None:
     """Refuses to go on with another recipe than the run began with, naming what differs."""
     began, now = load_recipe(output / "recipe.yaml"), recipe
     for key in ("preset", "head", "config", "data", "schedule", "start", "muon_learning_rate", "training"):
@@ -210,7 +217,7 @@ def train(
     The folder holds the final model, its tokenizer, the recipe, `training.json` (figures) and TensorBoard logs.
     """
     output = Path(output)
-    last = get_last_checkpoint(output) if output.is_dir() else None
+    last = last_checkpoint(output)
     if (output / "training.json").is_file() and not resume:
         raise FileExistsError(f"{output} holds a finished run; choose another --output.")
     if last and not resume:
@@ -218,7 +225,7 @@ def train(
             f"{output} holds checkpoints of an earlier run; add --resume to go on, or choose another --output."
         )
     if last and resume:
-        _same_recipe(recipe, output)
+        same_recipe(recipe, output)
     refused = sorted(
         {"output_dir", "label_smoothing_factor", "train_sampling_strategy"} & set(recipe.training)
     )
@@ -306,5 +313,7 @@ def train(
         ],
     }
     if trainer.is_world_process_zero():
-        (output / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
+        draft = output / "training.part"
+        draft.write_text(json.dumps(figures, indent=1) + "\n")
+        draft.replace(output / "training.json")
     return figures

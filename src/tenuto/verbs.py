@@ -199,6 +199,14 @@ def evaluate(options) -> Any:
 def _evaluate_language(options) -> Any:
     knobs = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
     knobs = {name: value for name, value in knobs.items() if value is not None}
+    if options.tasks and options.files:
+        raise UsageError("--tasks and --files are two measurements; give one of them.")
+    if options.tasks and "threshold" in knobs:
+        raise UsageError("--threshold: the tasks take --thresholds, one or several.")
+    if not options.tasks:
+        idle = [name for name in ("limit", "subjects", "thresholds") if getattr(options, name)]
+        if idle:
+            raise UsageError(f"--{idle[0]} goes with --tasks.")
     _quieten()
     start = time.time()
     if options.tasks or options.files:

@@ -54,10 +54,21 @@ def write(
     )  # fmt: skip
     seconds = time.perf_counter() - before
     steps = model.get_loop_depths(out, **knobs)[0].tolist()
-    tokens = tokenizer.batch_decode([[one] for one in out[0].tolist()])
+    tokens = pieces(tokenizer, out[0].tolist()[len(start) :])
     used = model.config.halt_threshold if threshold is None else threshold
-    return Written(tokens[len(start):], steps[len(start):], ids.shape[1] - len(start), model.config.num_loops, used,
+    return Written(tokens, steps[len(start):], ids.shape[1] - len(start), model.config.num_loops, used,
                    seconds)  # fmt: skip
+
+
+def pieces(tokenizer, ids: list[int]) -> list[str]:
+    """The text of each token; a character that several tokens make belongs to the last of them."""
+    found, before = [], ""
+    for end in range(1, len(ids) + 1):
+        now = tokenizer.decode(ids[:end])
+        whole = not now.endswith("\ufffd")
+        found.append(now[len(before) :] if whole else "")
+        before = now if whole else before
+    return found
 
 
 def coloured(written: Written):

@@ -198,7 +198,9 @@ class CausalLM(CausalModel, GenerationMixin):
         if labels is None or not (self.training and self.config.loss_chunk):
             logits = self.lm_head(slice_logits_to_keep(out.hidden, logits_to_keep))
             kept = torch.full_like(out.depths[:, 0], logits.numel() // logits.shape[-1] // len(out.depths))
-            out.compute.add("head", kept, self.lm_head.weight.numel())
+        else:
+            kept = torch.full_like(out.depths[:, 0], out.depths.shape[1])
+        out.compute.add("head", kept, self.lm_head.weight.numel())
         if labels is not None:
             losses = self._losses(out, logits, labels, trajectory, reach, rotary, logits_to_keep)
             loss = self.weigh(losses, loss_weights)
@@ -260,7 +262,8 @@ class CausalLM(CausalModel, GenerationMixin):
         real = targets_N != -100
 
         def at(h_Nd: Tensor) -> Tensor:
-            return self.token_losses(self.stack.read(h_Nd, rows, reach, rotary), targets_N)
+            out.compute.add("head", rows.per_sequence, self.lm_head.weight.numel())
+            return self.token_losses(self.stack.read(h_Nd, rows, reach, rotary, out.compute), targets_N)
 
         if logits is None:
             last = self.token_losses(rows.pack(out.hidden), targets_N)

@@ -389,12 +389,13 @@ class LoopedStack(nn.Module):
         )
         return out, Trajectory(every, states, asked_after) if collect else None
 
-    def read(self, h_Nd: Tensor, rows: Rows, reach: Reach, rotary: Rotary | None) -> Tensor:
-        """States after any loop of every token -> what the head reads: coda and final norm, no cache."""
+    def read(self, h_Nd: Tensor, rows: Rows, reach: Reach, rotary: Rotary | None, ledger: Ledger) -> Tensor:
+        """States after any loop of every token -> what the head reads: coda and final norm, no cache; booked."""
         for block in self.coda:
             angles = None if rotary is None else rotary.of(rows)
             kv = block.keys_values(h_Nd, rows, None, angles)
             h_Nd, _, _ = block(h_Nd, rows, kv, reach, None, angles=angles)
+            block.account(ledger, rows, reach, None, None)
         return self.final_norm(h_Nd)
 
     def _knobs(
