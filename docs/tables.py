@@ -104,18 +104,6 @@ def language(name: str) -> str:
     return "\n".join(lines)
 
 
-def depth(name: str) -> str:
-    """The rows of benchmarks/depth.py."""
-    figures = json.loads((ROOT / "results" / "benchmarks" / "depth.json").read_text())["figures"]
-    lines = ["| case | MACs saved % | seconds saved % | realised | seconds, full depth |", "|---" * 5 + "|"]
-    for case, row in figures.items():
-        lines.append(
-            f"| {case} | {100 * row['saving_macs']:.1f} | {100 * row['saving_seconds']:.1f} | {row['realised']:.2f}"
-            f" | {row['seconds_full']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
 def tied(name: str) -> str:
     """The figure of benchmarks/tied.py."""
     figures = json.loads((ROOT / "results" / "benchmarks" / "tied.json").read_text())["figures"]
@@ -127,7 +115,7 @@ def lines_of(name: str) -> str:
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
 
 
-MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "depth": depth, "tied": tied, "language": language, "lines": lines_of}
+MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "tied": tied, "language": language, "lines": lines_of}
 
 
 def filled(text: str) -> str:
