@@ -132,7 +132,11 @@ class AdaptiveTrainer(Trainer):
         self._add("depth/spread", depths.float().std(correction=0).item())
         if policy and (self.state.global_step + 1) % self.args.logging_steps == 0:
             found = collapse(depths.cpu().numpy(), floor, full)
-            if found["collapsed"]:
+            schedule = self.recipe.schedule
+            # a deep start is at full depth for a while
+            settled = schedule.halting_from + schedule.act_warmup + 0.1
+            early = found["at_full"] > 0.5 and self.state.global_step / self.args.max_steps < settled
+            if found["collapsed"] and not early:
                 logger.warning("depths have collapsed: %s", found["advice"])
 
     def _add(self, name: str, value: float) -> None:
