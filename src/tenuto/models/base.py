@@ -195,6 +195,12 @@ class AdaptivePreTrainedModel(PreTrainedModel):
         for name, value in getattr(module, "starts_at", {}).items():
             init.constant_(getattr(module, name), value)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
     @staticmethod
     def refuse(unknown: dict) -> None:
         """Arguments that a forward does not know; transformers' own bookkeeping passes."""

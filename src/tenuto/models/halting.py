@@ -60,6 +60,18 @@ class HaltState:
         return HaltState(self.log_left.index_select(0, kept), spent, self.depth.index_select(0, kept), own)
 
 
+def check_knobs(threshold: float | Tensor, min_steps: int, max_steps: int, batch: int) -> None:
+    """ValueError with one sentence when a call's knobs make no sense for `batch` sequences."""
+    if not 1 <= min_steps <= max_steps:
+        raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
+    if torch.is_tensor(threshold) and threshold.shape != (batch,):
+        raise ValueError(
+            f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of {batch} sequences."
+        )
+    if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
+        raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
+
+
 class Fixed(nn.Module):
     """Every token runs every step; the state is the last one.
 

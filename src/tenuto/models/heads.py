@@ -71,12 +71,6 @@ class EncoderModel(AdaptivePreTrainedModel):
     def add_head(self, config) -> None:
         """What a subclass puts on top of the stack, before the weights are initialised."""
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
-
     def forward(
         self,
         input_ids: Tensor,

@@ -48,7 +48,7 @@ from .cache import Slots
 from .causal import CausalLM, CausalModel
 from .documents import Documents
 from .experts import Balance
-from .halting import POLICIES, RULES, Fixed, HaltState
+from .halting import POLICIES, RULES, Fixed, HaltState, check_knobs
 from .ledger import Ledger
 from .memory import Memory, Recall
 from .rows import Rows
@@ -418,19 +418,11 @@ class LoopedStack(nn.Module):
             # a minimum above the depth of this pass means all of it
             min_steps = min(config.min_steps if min_steps is None else min_steps, max_steps)
         min_steps = min(config.min_steps, max_steps) if min_steps is None else min_steps
-        if not 1 <= min_steps <= max_steps:
-            raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
         if slots.cache is not None and max_steps > config.max_loops:
             raise ValueError(
                 f"max_steps={max_steps} exceeds the cache's max_loops={config.max_loops}; raise it in the config."
             )
-        if torch.is_tensor(threshold) and threshold.shape != (batch,):
-            raise ValueError(
-                f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of"
-                f" {batch} sequences."
-            )
-        if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
-            raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
+        check_knobs(threshold, min_steps, max_steps, batch)
         return threshold, min_steps, max_steps
 
     def token_macs(self) -> int:

@@ -30,12 +30,6 @@ class EncoderDecoder(AdaptivePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
-
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 

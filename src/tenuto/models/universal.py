@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .base import AdaptiveConfig, StackOutput
 from .block import Block, Stack
 from .experts import Balance
-from .halting import POLICIES
+from .halting import POLICIES, check_knobs
 from .heads import EncoderModel, SequenceClassifier
 from .ledger import Ledger
 from .rows import Rows
@@ -159,15 +159,7 @@ class UniversalStack(Stack):
         if max_steps is None:
             # a minimum above the stack's own depth means all of it: one call serves encoder and decoder
             max_steps, min_steps = self.steps, min(min_steps, self.steps)
-        if not 1 <= min_steps <= max_steps:
-            raise ValueError(f"min_steps={min_steps} must lie between 1 and max_steps={max_steps}.")
-        if torch.is_tensor(threshold) and threshold.shape != (batch,):
-            raise ValueError(
-                f"threshold has shape {tuple(threshold.shape)}; it is a number, or one for each of"
-                f" {batch} sequences."
-            )
-        if not torch.as_tensor((threshold >= 0) & (threshold <= 1)).all():
-            raise ValueError(f"threshold={threshold} must lie between 0 and 1.")
+        check_knobs(threshold, min_steps, max_steps, batch)
         return threshold, min_steps, max_steps
 
     def _input(self, states_Nd: Tensor, x_Nd: Tensor, step: int) -> Tensor:
