@@ -34,7 +34,7 @@ def calibrate(
     save: writes it into the checkpoint's config as halt_threshold. One of the two targets must be given.
     """
     if (max_loss_percent is None) == (max_steps_percent is None):
-        raise ValueError("Give one target: max_loss_percent or max_steps_percent.")
+        raise ValueError("Give one target: --max_loss (max_loss_percent) or --max_steps (max_steps_percent).")
     loaded = load(checkpoint)
     model, config = loaded.model, loaded.model.config
     if config.policy == "fixed":
