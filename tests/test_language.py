@@ -194,12 +194,16 @@ def test_isoflops_members_have_equal_parameters_or_equal_arithmetic(tmp_path):
     assert core("grid-32-4-0") * 4 == core("grid-32-2-0") * 2 == core("grid-32-1-0")
     # the same training arithmetic by the ledger: MACs of a token x steps
     steps = {name: one.recipe.training["max_steps"] for name, one in cells.items()}
-    assert steps["dense-same-parameters-same-training-MACs-0"] > steps["looped-0"] == 12
+    more = {kind: f"dense-same-training-MACs-more-{kind}-0" for kind in ("tokens", "layers")}
+    assert steps[more["tokens"]] > steps["looped-0"] == steps[more["layers"]] == 12
+    assert core(more["tokens"]) == core("looped-0")
     spent = training_macs(cells["looped-0"].recipe)
-    for name in ("same-parameters", "unrolled"):
-        one = cells[f"dense-{name}-same-training-MACs-0"].recipe
-        cost = sum(ledger_macs(one, one.config))
-        assert steps[f"dense-{name}-same-training-MACs-0"] * cost == pytest.approx(12 * spent, rel=0.08)
+    for kind, name in more.items():
+        one = cells[name].recipe
+        once, each = ledger_macs(one, one.config)
+        # layers come whole
+        near = 8 if kind == "tokens" else 100 * 0.5 * each / one.config["num_core_layers"] / spent
+        assert 12 * spent == pytest.approx(steps[name] * (once + each), rel=(near + 1) / 100)
 
 
 def test_ledger_macs_are_of_a_full_row(tmp_path):

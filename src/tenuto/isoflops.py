@@ -25,12 +25,14 @@ class Iso:
 
     base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison. The dense models
     are made from it: same parameters (one loop), and the unrolled shape (r x C layers: the arithmetic of full depth at
-    inference); each on the same tokens, and on as many as give the same training arithmetic, by the ledger. The looped
-    model's own fixed depths are in each of its results. widths, loops, width_seeds: the grid of the exponent:
-    hidden sizes (heads and feed-forward grow with them) and r, unrolled depth kept.
+    inference), both on the same tokens; and with the same training arithmetic, by the ledger, both ways: the same
+    parameters on more tokens, as many layers as that arithmetic allows on the same tokens. The looped model's own
+    fixed depths are in each of its results. widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads
+    and feed-forward grow with them) and r, unrolled depth kept; made from `grid_base`, or from `base` without one.
     """
 
     base: str
+    grid_base: str | None = None
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     widths: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=lambda: [1, 2, 4])
@@ -50,20 +52,26 @@ def cells_of(plan: Iso) -> list[Cell]:
     r, layers, steps = looped.num_loops, looped.num_core_layers, base.training["max_steps"]
     dense = {**PLAIN, "num_loops": 1, "input_injection": "none"}
     shapes = {"same parameters": dense, "unrolled": {**dense, "num_core_layers": r * layers}}
-    spent, cost = training_macs(base), {}
-    for name, shape in shapes.items():
-        once, each = ledger_macs(base, {**base.config, **shape})
-        cost[name] = once + each
+    spent = training_macs(base)
+    once, each = ledger_macs(base, {**base.config, **dense})
+    longer = round(steps * spent / (once + each))
+    larger = max(1, round((spent - once) / (each / layers)))
     cells = []
     for seed in plan.seeds:
         members = {"looped": varied(base, {}, seed)}
         for name, shape in shapes.items():
             members[f"dense, {name}"] = varied(base, shape, seed)
-            equal = round(steps * spent / cost[name])
-            members[f"dense, {name}, same training MACs"] = varied(base, shape, seed, max_steps=equal)
+        members["dense, same training MACs, more tokens"] = varied(base, dense, seed, max_steps=longer)
+        members["dense, same training MACs, more layers"] = varied(
+            base, {**dense, "num_core_layers": larger}, seed
+        )
         for name, recipe in members.items():
             folder = name.replace(", ", "-").replace(" ", "-")
             cells.append(Cell(f"{folder}-{seed}", {"member": name, "seed": seed}, recipe))
+    if plan.grid_base is not None:
+        base = language_recipe(plan.grid_base)
+        looped = preset(base.preset, **base.config)
+        r, layers = looped.num_loops, looped.num_core_layers
     for width in plan.widths:
         for loops in plan.loops:
             unrolled = r * layers
