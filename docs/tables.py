@@ -115,7 +115,15 @@ def lines_of(name: str) -> str:
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
 
 
-MAKERS = {"logic": logic, "knob": knob, "cell": cell, "bench": bench, "tied": tied, "language": language, "lines": lines_of}
+MAKERS = {
+    "logic": logic,
+    "knob": knob,
+    "cell": cell,
+    "bench": bench,
+    "tied": tied,
+    "language": language,
+    "lines": lines_of,
+}
 
 
 def filled(text: str) -> str:

@@ -12,13 +12,18 @@ from torch.testing import assert_close
 
 from tenuto.data import logical_inference as logic
 from tenuto.data.pairs import FIRST_RELATION, Curriculum, PairDataset, tokenizer
-from tenuto.optim import MuonAdamW, muon_groups, orthogonalize
-from tenuto.presets import build, preset
+from tenuto.optim import MuonAdamW, orthogonalize, parameter_groups
+from tenuto.presets import build, config_of, preset
 from tenuto.recipe import Data, Recipe, Schedule, load_recipe
 from tenuto.train import AdaptiveTrainer, start_from, train
 
 ROOT = Path(__file__).parents[1]
-PLANS = {"matrix": ROOT / "recipes/lm/matrix.yaml", "isoflops": ROOT / "recipes/lm/isoflops.yaml"}
+PLANS = {
+    "matrix": ROOT / "recipes/lm/matrix.yaml",
+    "isoflops": ROOT / "recipes/lm/isoflops.yaml",
+    "collapse": ROOT / "recipes/lm/collapse.yaml",
+    "stories": ROOT / "recipes/routed/stories.yaml",
+}
 RECIPES = sorted(set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values()})
 
 
@@ -63,7 +68,7 @@ def test_other_weights_take_adamw_steps():
 def test_muon_takes_the_block_matrices_and_nothing_else():
     """Every parameter is in one group; embeddings, routers, halting nets and heads are AdamW's."""
     model = build(preset("sut-tiny"))
-    muon, matrices, vectors = muon_groups(model, 0.01, 0.001, 0.1)
+    muon, matrices, vectors = parameter_groups(model, 0.01, 0.001, 0.1)
     names = {id(weight): name for name, weight in model.named_parameters()}
     taken = [names[id(weight)] for weight in muon["params"]]
     assert len(names) == sum(len(group["params"]) for group in (muon, matrices, vectors))
@@ -148,21 +153,24 @@ def test_nobody_is_asked_while_every_token_must_run_every_step(pairs):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_builds_its_model(path):
+def test_every_recipe_builds_its_model(path, monkeypatch):
     """The recipes that ship are of today's configs."""
     recipe = load_recipe(path)
-    model = build(preset(recipe.preset, **recipe.config), recipe.head)
+    monkeypatch.chdir(ROOT)
+    model = build(config_of(recipe), recipe.head)
     assert sum(p.numel() for p in model.parameters()) > 1000
 
 
 def test_every_plan_names_recipes_that_build(monkeypatch):
-    """The matrix and the equal-FLOPs comparison that ship: every cell has a valid config, and a name of its own."""
-    from tenuto import isoflops, matrix
+    """The plans that ship: every cell has a valid config, and a name of its own."""
+    from tenuto import compare, isoflops, matrix
 
     monkeypatch.chdir(ROOT)
     for cells, least in (
         (matrix.cells_of(matrix.load_plan(PLANS["matrix"], matrix.Matrix)), 28),
         (isoflops.cells_of(isoflops.load_plan(PLANS["isoflops"], isoflops.Iso)), 20),
+        (compare.cells_of(compare.load_plan(PLANS["collapse"], compare.Comparison)), 7),
+        (compare.cells_of(compare.load_plan(PLANS["stories"], compare.Comparison)), 27),
     ):
         assert len({cell.name for cell in cells}) == len(cells) >= least
 

@@ -59,6 +59,19 @@ def _parser() -> ArgumentParser:
     one.add_argument(
         verbs.PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop"
     )
+    one = add(verbs.convert, "models/smollm2 --to looped --prelude 4 --coda 4 --loops 2 --output runs/looped")
+    one.add_argument("source", help="a folder with a pretrained model of transformers, or a GGUF file")
+    one.add_argument("--to", help="looped, sdt, stt or mod")
+    one.add_argument("--output", help="folder for the converted model and its tokenizer")
+    one.add_argument("--gguf", help="the name of the GGUF file in the folder")
+    one.add_argument("--prelude", type=int, help="first layers, run once (looped; 1)")
+    one.add_argument("--coda", type=int, help="last layers, run once (looped; 1)")
+    one.add_argument("--loops", type=int, help="of the layers between (looped; 1)")
+    one.add_argument("--injection", help="what a loop reads of the prelude: none, add, ... (looped; none)")
+    one.add_argument(
+        "--routed", help="layers with a router, separated by commas (sdt, stt, mod; every odd one)"
+    )
+    one.add_argument("--seed", type=int, default=0, help="of the parameters that the source lacks")
     example = "runs/first --sets 7,8 --threshold 0.9"
     one = add(verbs.evaluate, example, "checkpoint", "sets", "knobs", "result")
     one.add_argument("--errors", action="store_true", help="by relation, operators, depth and negation too")
@@ -73,6 +86,7 @@ def _parser() -> ArgumentParser:
     one.add_argument("--limit", type=int, help="items of each task")
     one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "sets", "result")
     one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
+    one.add_argument("--capacities", help="of a routed model (mod, sdt, stt), instead: separated by commas")
     one.add_argument("--generated", type=int, default=0, help="add so many pairs of the exact generator")
     one.add_argument("--repeats", type=int, default=3, help="times each setting is timed; the fastest counts")
     one.add_argument("--policy", help="read a language model with another rule: latent, margin, ...")
@@ -100,6 +114,10 @@ def _parser() -> ArgumentParser:
     one.add_argument("matrix", help="a YAML file that names bodies, policies and seeds")
     one.add_argument("--output", default="runs/matrix", help="folder of the cells, the table and the picture")
     one.add_argument("--only", help="run the cells of this name now (* and ? allowed)")
+    one = add(verbs.compare, "recipes/routed/stories.yaml --output runs/stories", "result")
+    one.add_argument("plan", help="a YAML file that names the base recipe, the rows and the seeds")
+    one.add_argument("--output", default="runs/compare", help="folder of the models and the table")
+    one.add_argument("--only", help="run the models of this name now (* and ? allowed)")
     one = add(verbs.isoflops, "recipes/lm/isoflops.yaml --output runs/isoflops", "result")
     one.add_argument("plan", help="a YAML file that names the looped model's recipe, widths and loops")
     one.add_argument("--output", default="runs/isoflops", help="folder of the models and the table")

@@ -31,10 +31,10 @@ _MIRROR = [RELATIONS.index({"<": ">", ">": "<"}.get(one, one)) for one in RELATI
 
 @dataclass
 class Loaded:
-    """A checkpoint: model in evaluation mode, the recipe that made it, where it lies, its tokenizer."""
+    """A checkpoint: model in evaluation mode, the recipe that trained it, where it lies, its tokenizer."""
 
     model: Any
-    recipe: Recipe
+    recipe: Recipe | None
     folder: Path
     tokenizer: Any = None
 
@@ -46,16 +46,23 @@ AUTO = {
 }
 
 
-def load(checkpoint: str | Path, policy: str | None = None) -> Loaded:
+def load(checkpoint: str | Path, policy: str | None = None, trained: bool = True) -> Loaded:
     """Opens a folder made by `tenuto train`; one sentence when it is not one, or is of another config.
 
-    policy: a depth policy without weights (`halting.RULES`, "fixed") to read the same model with.
+    policy: a depth policy without weights (`halting.RULES`, "fixed") to read the same model with. With `trained`
+    false a language model that no recipe made (`tenuto convert`) will do as well.
     """
     folder = Path(checkpoint)
-    for name in ("config.json", "model.safetensors", "recipe.yaml"):
+    for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a checkpoint of `tenuto train`: it has no {name}.")
-    recipe = load_recipe(folder / "recipe.yaml")
+    file = folder / "recipe.yaml"
+    if trained and not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a checkpoint of `tenuto train`: it has no recipe.yaml; of a converted model"
+            " `tenuto evaluate` measures --tasks and --files."
+        )
+    recipe = load_recipe(file) if file.is_file() else None
     other = {}
     if policy is not None:
         if policy not in (*RULES, "fixed"):
@@ -63,8 +70,9 @@ def load(checkpoint: str | Path, policy: str | None = None) -> Loaded:
                 f"policy {policy!r} has weights of its own; choose from fixed, {', '.join(RULES)}."
             )
         other = {"policy": policy, "act_weight": 0.0}
+    head = "causal" if recipe is None else recipe.head
     # mismatched sizes are refused below, in one sentence
-    model, notes = AUTO[recipe.head].from_pretrained(
+    model, notes = AUTO[head].from_pretrained(
         folder, output_loading_info=True, ignore_mismatched_sizes=True, **other
     )
     left = [name for name in notes["unexpected_keys"] if policy is None or ".policy." not in name]

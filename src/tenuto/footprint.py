@@ -311,13 +311,17 @@ def _sizes(config) -> list[tuple[int, bool]]:
     """Numbers in each weight, shared ones once, and whether Muon moves it."""
     import torch
 
-    from .optim import muon_groups
+    from .optim import parameter_groups
     from .presets import build
 
     with torch.device("meta"):
         model = build(config, "causal")
     model.tie_weights()
-    return [(one.numel(), group["muon"]) for group in muon_groups(model, 0, 0, 0) for one in group["params"]]
+    return [
+        (one.numel(), group["muon"])
+        for group in parameter_groups(model, 1.0, 1.0, 0.0)
+        for one in group["params"]
+    ]
 
 
 def _parameters(sizes: list[tuple[int, bool]], precision: Precision, optimizer: str) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .matrix import Cell, language_recipe, ledger_macs, load_plan, run_cells, varied
+from .matrix import Cell, language_recipe, ledger_macs, load_plan, measure_looped, run_cells, varied
 
 
 @dataclass
@@ -203,7 +203,7 @@ def run_isoflops(
     """
     plan, output = load_plan(path, Iso), Path(output)
     cells = cells_of(plan)
-    results = run_cells(cells, output, only, plan.thresholds, progress)
+    results = run_cells(cells, output, only, measure_looped, {"thresholds": plan.thresholds}, progress)
     by_name = {cell.name: cell for cell in cells}
     figures: dict[str, Any] = {"cells": len(cells), "done": len(results), "members": members_table(results)}
     points = []

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from .data import algorithmic
-from .evaluate import Loaded, load
+from .evaluate import Loaded, full_depth, load
 from .tasks import held_out, problems
 
 BATCH = 16
@@ -27,13 +27,15 @@ class Measured:
 
     losses [R, T]: nats of the token at each place, as predicted from the one before; nan where nothing predicts it.
     depths [R, T]: loops that the token at each place ran; 0 at padding. right [R, T]: whether it was the first
-    choice. row_macs [R]: multiply-accumulates of each row. seconds: of the forward passes.
+    choice. row_macs, row_kv_bytes [R]: multiply-accumulates, and bytes of keys and values, of each row. seconds: of the
+    forward passes.
     """
 
     losses: np.ndarray
     depths: np.ndarray
     right: np.ndarray
     row_macs: np.ndarray
+    row_kv_bytes: np.ndarray
     seconds: float
 
     @property
@@ -108,11 +110,11 @@ def corpus_of(loaded: Loaded, names: Sequence[str] = (), limit: int | None = Non
 
 @torch.inference_mode()
 def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BATCH, **knobs) -> Measured:
-    """One pass over the rows; `knobs` are threshold, min_steps, max_steps."""
+    """One pass over the rows; `knobs` are threshold, min_steps, max_steps; capacity, selection of a routed model."""
     rows, length = corpus.labels.shape
     losses = np.full((rows, length), np.nan, np.float32)
     depths, right = np.zeros((rows, length), np.int16), np.zeros((rows, length), bool)
-    row_macs, seconds = np.zeros(rows, np.int64), 0.0
+    row_macs, row_kv_bytes, seconds = np.zeros(rows, np.int64), np.zeros(rows, np.int64), 0.0
     bar = Console(stderr=True)
     hidden = progress is None or not bar.is_terminal
     for start in track(range(0, rows, batch), progress or "", console=bar, transient=True, disable=hidden):
@@ -129,6 +131,7 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
         out = model(**some, use_cache=False, **knobs)
         seconds += _now(model.device) - before
         row_macs[start : start + batch] = out.compute.per_sequence.cpu().numpy()
+        row_kv_bytes[start : start + batch] = out.compute.kv_bytes.cpu().numpy()
         targets = labels[:, 1:].to(model.device)
         one = F.cross_entropy(
             out.logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=-100
@@ -138,7 +141,7 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
         losses[place] = one.cpu().numpy()
         right[place] = (out.logits[:, :-1].argmax(-1) == targets).cpu().numpy()
         depths[start : start + batch, : labels.shape[1]] = out.depths.cpu().numpy()
-    return Measured(losses, depths, right, row_macs, seconds)
+    return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds)
 
 
 def _now(device: torch.device) -> float:
@@ -183,7 +186,7 @@ def evaluate_language(checkpoint: str | Path, names: Sequence[str] = (), policy:
     corpus = corpus_of(loaded, names)
     figures = summary(corpus, measure(loaded.model, corpus, "evaluation", **knobs))
     figures["parameters"] = sum(p.numel() for p in loaded.model.parameters())
-    figures["full_depth"] = loaded.model.config.num_loops
+    figures["full_depth"] = full_depth(loaded.model)
     if not corpus.bytes_per_token:
         figures["accuracy"] = {name: row["accuracy"] for name, row in figures["by_group"].items()}
     return figures
@@ -238,6 +241,8 @@ def sweep_language(
     `best`: the threshold that saves most on one half of the documents, and what it saves on the other half.
     """
     loaded = load(checkpoint, policy)
+    if hasattr(loaded.model.config, "routed_layers"):
+        raise ValueError(f"{loaded.folder} routes tokens by capacity: sweep --capacities, not thresholds.")
     model, full = loaded.model, loaded.model.config.num_loops
     if model.config.policy == "fixed":
         raise ValueError(
@@ -286,3 +291,53 @@ def sweep_language(
         best = {**knob[place], "saved_over_fixed": saved(passes[place], depths, test)}
     figures = {"full_depth": full, "tokens": tokens, "policy": model.config.policy}
     return {**figures, "fixed": fixed, "rows": knob, "best": best}
+
+
+def sweep_capacity(
+    checkpoint: str | Path,
+    capacities: Sequence[float],
+    selections: Sequence[str] = ("threshold", "running", "topk"),
+    repeats: int = 3,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """The knob of a routed model: one row for each rule and capacity, beside every token in every layer ("dense").
+
+    `capacity_realised`: share of the tokens that the routed layers took. `over_topk_percent`: loss above Top-K's at the
+    same capacity, which sees the whole text and is no rule to decode by. Shares are of the dense row.
+    """
+    loaded = load(checkpoint)
+    model, config = loaded.model, loaded.model.config
+    if not hasattr(config, "routed_layers"):
+        raise ValueError(
+            f"{loaded.folder} is no routed model (mod, sdt, stt); sweep --thresholds of a looped one."
+        )
+    corpus, routed = corpus_of(loaded, (), limit), len(config.routed_layers)
+    settings: list[dict[str, Any]] = [{"selection": "dense"}]
+    settings += [{"selection": rule, "capacity": one} for one in capacities for rule in selections]
+    said: list[list[Measured]] = [[] for _ in settings]
+    for turn in range(repeats):
+        for runs, knobs in zip(said, settings, strict=True):
+            runs.append(measure(model, corpus, f"turn {turn + 1} of {repeats}, {knobs}", **knobs))
+    fastest = [min(run.seconds for run in runs) for runs in said]
+    base, tokens = said[0][0], int((said[0][0].depths > 0).sum())
+    best = {
+        knobs["capacity"]: runs[0]
+        for runs, knobs in zip(said, settings, strict=True)
+        if knobs["selection"] == "topk"
+    }
+    rows = []
+    for (one, *_), knobs, seconds in zip(said, settings, fastest, strict=True):
+        upper = best.get(knobs.get("capacity"))
+        rows.append(
+            {
+                **knobs,
+                "loss": round(one.loss, 4),
+                "over_topk_percent": None if upper is None else round(100 * (one.loss / upper.loss - 1), 3),
+                "capacity_realised": round((one.mean_depth - config.num_hidden_layers + routed) / routed, 4),
+                "macs_per_token": round(one.macs / tokens),
+                "macs_share": round(one.macs / base.macs, 4),
+                "kv_share": round(int(one.row_kv_bytes.sum()) / int(base.row_kv_bytes.sum()), 4),
+                "seconds_share": round(seconds / fastest[0], 4),
+            }
+        )
+    return {"tokens": tokens, "routed_layers": config.routed_layers, "rows": rows}

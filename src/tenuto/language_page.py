@@ -43,7 +43,7 @@ def measure_language(
     trained = Path(checkpoint) / "training.json"
     texts = [write(loaded.model, loaded.tokenizer, prompt, 60) for prompt in prompts]
     return {
-        "name": f"{loaded.recipe.preset}, {config.policy}",
+        "name": f"{loaded.recipe.preset or loaded.recipe.start}, {config.policy}",
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "full_depth": config.num_loops,
         "policy": config.policy,

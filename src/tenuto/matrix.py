@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -74,12 +75,12 @@ def language_recipe(path: str) -> Recipe:
 
 def varied(base: Recipe, config: dict[str, Any], seed: int, **training) -> Recipe:
     """A copy of a recipe with config fields, seed and training arguments changed, checked."""
-    from .presets import preset
+    from .presets import config_of
 
     recipe = copy.deepcopy(base)
     recipe.config = {**base.config, **config}
     recipe.training = {**base.training, "seed": seed, **training}
-    preset(recipe.preset, **recipe.config)
+    config_of(recipe)
     return recipe
 
 
@@ -134,11 +135,10 @@ def cells_of(matrix: Matrix) -> list[Cell]:
     return cells
 
 
-def run_cell(cell: Cell, folder: Path, thresholds: list[float], progress=None) -> dict[str, Any]:
-    """Trains (or goes on training) and measures one cell; what is done already is read."""
-    from .collapse import collapse
-    from .evaluate import load
-    from .language import corpus_of, measure, summary, sweep_language
+def run_cell(
+    cell: Cell, folder: Path, measure_cell: Callable[..., dict], settings: dict[str, Any], progress=None
+) -> dict[str, Any]:
+    """Trains (or goes on training) and measures one cell; what is done already, at the same settings, is read."""
     from .train import same_recipe, train
 
     file = folder / "cell.json"
@@ -146,41 +146,52 @@ def run_cell(cell: Cell, folder: Path, thresholds: list[float], progress=None) -
         same_recipe(cell.recipe, folder)
     if file.is_file():
         result = json.loads(file.read_text())
-        if result["thresholds"] == thresholds:
+        if all(result[name] == value for name, value in settings.items()):
             return result
     if (folder / "training.json").is_file():
         trained = json.loads((folder / "training.json").read_text())
     else:
         trained = train(cell.recipe, folder, resume=folder.is_dir(), progress=progress)
+    length = cell.recipe.data.text.length if cell.recipe.data.text else None
+    steps, cpu = cell.recipe.training["max_steps"], trained["seconds"]["cpu"]
+    batch = cell.recipe.training.get("per_device_train_batch_size", 8)
+    result = {
+        **cell.labels,
+        "parameters": trained["parameters"],
+        "train_tokens_per_cpu_second": round(steps * batch * length / cpu) if length and cpu else None,
+        "train_cpu_seconds": cpu,
+        **settings,
+        **measure_cell(folder, **settings),
+    }
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(result, indent=1) + "\n")
+    draft.replace(file)
+    return result
+
+
+def measure_looped(folder: Path, thresholds: list[float]) -> dict[str, Any]:
+    """Held-out figures of a looped model: by its own rule, at every fixed depth, at the thresholds."""
+    from .collapse import collapse
+    from .evaluate import load
+    from .language import corpus_of, measure, summary, sweep_language
+
     loaded = load(folder)
     corpus, config = corpus_of(loaded), loaded.model.config
     said = measure(loaded.model, corpus)
-    depths = said.depths[said.depths > 0]
     figures = summary(corpus, said)
-    tokens_per_step = cell.recipe.data.text.length if cell.recipe.data.text else None
-    steps, batch = (
-        cell.recipe.training["max_steps"],
-        cell.recipe.training.get("per_device_train_batch_size", 8),
-    )
     result = {
-        **cell.labels, "loops": config.num_loops, "parameters": trained["parameters"], "loss": figures["loss"],
+        "loops": config.num_loops, "loss": figures["loss"],
         "mean_depth": figures["mean_depth"], "macs_per_token": figures["macs_per_token"],
         "tokens_per_second": round(figures["tokens"] / said.seconds),
-        "train_tokens_per_cpu_second": round(steps * batch * tokens_per_step / trained["seconds"]["cpu"])
-        if tokens_per_step and trained["seconds"]["cpu"] else None,
-        "train_cpu_seconds": trained["seconds"]["cpu"], "thresholds": thresholds,
     }  # fmt: skip
     if config.policy != "fixed":
-        result |= collapse(depths, config.min_steps, config.num_loops)
+        result |= collapse(said.depths[said.depths > 0], config.min_steps, config.num_loops)
         knob = sweep_language(folder, thresholds, repeats=1)
         result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
     else:
         result["fixed"] = fixed_depths(loaded.model, corpus)
     if config.ffn_experts > 1 or config.attention_experts > 1:
         result["expert_loop_nats"] = expert_loops(loaded.model, corpus)
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps(result, indent=1) + "\n")
-    draft.replace(file)
     return result
 
 
@@ -274,7 +285,7 @@ def run_matrix(
     """
     matrix, output = load_plan(path, Matrix), Path(output)
     cells = cells_of(matrix)
-    results = run_cells(cells, output, only, matrix.thresholds, progress)
+    results = run_cells(cells, output, only, measure_looped, {"thresholds": matrix.thresholds}, progress)
     rows = table_of(results)
     figures = {"cells": len(cells), "done": len(results), "rows": rows, "results": results}
     (output / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -283,16 +294,20 @@ def run_matrix(
 
 
 def run_cells(
-    cells: list[Cell], output: Path, only: str | None, thresholds: list[float], progress=None
-) -> list[dict[str, Any]]:
-    """Runs the cells whose name fits `only` (all when None); returns the results of all that are done."""
+    cells: list[Cell], output: Path, only: str | None, measure_cell: Callable[..., dict],
+    settings: dict[str, Any], progress=None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs the cells whose name fits `only` (all when None); returns the results of all that are done.
+
+    measure_cell: (folder, **settings) -> figures of a trained one; what has been measured so is not measured again.
+    """
     names = [cell.name for cell in cells]
     if only is not None and not any(fnmatch(name, only) for name in names):
         raise ValueError(f"No cell is called {only!r}; they are {', '.join(names)}.")
     for cell in cells:
         if only is None or fnmatch(cell.name, only):
             with nullcontext() if progress is None else progress() as bar:
-                run_cell(cell, output / cell.name, thresholds, bar)
+                run_cell(cell, output / cell.name, measure_cell, settings, bar)
     files = [output / cell.name / "cell.json" for cell in cells]
     results = [json.loads(file.read_text()) for file in files if file.is_file()]
     return results

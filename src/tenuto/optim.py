@@ -70,17 +70,29 @@ class MuonAdamW(Optimizer):
         weight.addcdiv_(first, second.sqrt() + group["eps"], value=-group["lr"])
 
 
-def muon_groups(model: nn.Module, muon_lr: float, lr: float, weight_decay: float) -> list[dict]:
-    """Parameter groups of a tenuto model: block matrices to Muon, the rest to AdamW; no decay for vectors."""
-    groups: dict[str, list] = {"muon": [], "matrices": [], "vectors": []}
+def parameter_groups(
+    model: nn.Module, muon_lr: float, lr: float, weight_decay: float, rates: dict[str, float] | None = None
+) -> list[dict]:
+    """Parameter groups of a tenuto model: block matrices to Muon (to AdamW if muon_lr is 0), the rest to AdamW; no
+    decay for vectors. rates: AdamW's rate by a part of the parameter's name, the first that fits; ValueError if one
+    fits none.
+    """
+    groups: dict[tuple[bool, float, bool], list] = {}
+    rates, used = rates or {}, set()
     for name, weight in model.named_parameters():
         parts = name.split(".")
-        if len(parts) > 1 and parts[-2] in _MATRICES and parts[-1] == "weight":
-            groups["muon"].append(weight)
-        else:
-            groups["matrices" if weight.ndim > 1 else "vectors"].append(weight)
+        block = len(parts) > 1 and parts[-2] in _MATRICES and parts[-1] == "weight"
+        pattern = next((one for one in rates if one in name), None)
+        used.add(pattern)
+        muon = bool(muon_lr) and block and pattern is None
+        rate = muon_lr if muon else rates.get(pattern, lr)
+        groups.setdefault((muon, rate, weight.ndim > 1), []).append(weight)
+    idle = sorted(set(rates) - used)
+    if idle:
+        raise ValueError(f"learning_rates: no parameter's name holds {idle[0]!r}.")
     return [
-        {"params": groups["muon"], "muon": True, "lr": muon_lr, "weight_decay": weight_decay},
-        {"params": groups["matrices"], "muon": False, "lr": lr, "weight_decay": weight_decay},
-        {"params": groups["vectors"], "muon": False, "lr": lr, "weight_decay": 0.0},
+        {"params": some, "muon": muon, "lr": rate, "weight_decay": weight_decay if decays else 0.0}
+        for (muon, rate, decays), some in sorted(
+            groups.items(), key=lambda pair: (not pair[0][0], not pair[0][2])
+        )
     ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 # Table 1 of SUT counts 10 source and 10 target tokens, every linear and expert weight used (the output projection
@@ -68,6 +69,21 @@ _LOOPED_4M = {
 _LOOPED_1M = {
     "vocab_size": 2048, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "intermediate_size": 352,
+}  # fmt: skip
+
+_MOD, _SDT = "2404.02258", "2511.21408"
+_QWEN = {
+    "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 4864, "attention_bias": True, "norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "max_position_embeddings": 32768,
+}  # fmt: skip
+_ROUTED_1M = {
+    "vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 32,
+    "intermediate_size": 344, "max_position_embeddings": 1024,
+}  # fmt: skip
+_ROUTED_TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 512, "score_window": 5,
 }  # fmt: skip
 
 PRESETS: dict[str, Preset] = {
@@ -176,6 +192,15 @@ PRESETS: dict[str, Preset] = {
     "dense-1m-unrolled": Preset(
         "looped", {**_LOOPED_1M, "num_core_layers": 8, "num_loops": 1, "input_injection": "none"}, _LOOPED
     ),
+    **{
+        f"{kind}-{size}": Preset(kind, {**values, **(window if kind != "mod" else {})}, paper, note=note)
+        for kind, paper in (("mod", _MOD), ("sdt", _SDT), ("stt", _SDT))
+        for size, values, window, note in (
+            ("qwen-0.5b", _QWEN, {}, "Qwen2.5-0.5B's shape, as published: every second layer routed, capacity 0.5."),
+            ("1m", _ROUTED_1M, {}, ""),
+            ("tiny", _ROUTED_TINY, {"surprise_window": 5}, "for tests"),
+        )
+    },
     "looped-tiny": Preset(
         "looped",
         {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -201,13 +226,47 @@ def preset(name: str, **overrides):
     return config_class(**{**chosen.values, **overrides})
 
 
+def config_of(recipe, **defaults):
+    """A recipe's config: of its preset, or of the checkpoint it starts from; `defaults` are fields it may change."""
+    if recipe.preset is not None:
+        return preset(recipe.preset, **{**defaults, **recipe.config})
+    from transformers import AutoConfig
+
+    from . import models  # noqa: F401 - registers the architectures
+
+    if not (Path(recipe.start) / "config.json").is_file():
+        raise FileNotFoundError(f"There is no checkpoint {recipe.start} (looked for its config.json).")
+    base = AutoConfig.from_pretrained(recipe.start)
+    if recipe.convert:
+        from .convert import target_config
+
+        base, _ = target_config(base, tied=base.tie_word_embeddings, **recipe.convert)
+    if not base.model_type.startswith("tenuto"):
+        raise ValueError(
+            f"{recipe.start} is of model_type {base.model_type!r}; `tenuto convert` makes a tenuto model of it."
+        )
+    unknown = sorted(set(recipe.config) - {field.name for field in fields(type(base))} - {"num_labels"})
+    if unknown:
+        raise ValueError(f"{recipe.start} ({type(base).__name__}) has no field {', '.join(unknown)}.")
+    return type(base).from_dict({**base.to_dict(), **recipe.config})
+
+
+CAUSAL = ("looped", "mod", "sdt", "stt")  # architectures whose presets are causal language models
 HEADS = {"encoder": 0, "classification": 1, "text-to-text": 2}
-DECODER_HEADS = {"decoder": 0, "causal": 1}
+DECODER_HEADS = {
+    "decoder": 0,
+    "causal": 1,
+    "classification": 2,
+    "text-to-text": 3,
+}  # the last two: routed models
 _CONFIGS = {
     "transformer": "TransformerConfig",
     "universal": "UniversalTransformerConfig",
     "sut": "SparseUniversalTransformerConfig",
     "looped": "LoopedConfig",
+    "mod": "MoDConfig",
+    "sdt": "SDTConfig",
+    "stt": "STTConfig",
 }
 
 
@@ -218,9 +277,10 @@ def build(config, head: str = "classification"):
     for family, heads in ((ARCHITECTURES, HEADS), (DECODERS, DECODER_HEADS)):
         for config_class, *models in family:
             if type(config) is config_class:
-                if head not in heads:
+                known = [name for name, place in heads.items() if place < len(models)]
+                if head not in known:
                     raise ValueError(
-                        f"{config_class.__name__} has no head {head!r}; choose from {', '.join(heads)}."
+                        f"{config_class.__name__} has no head {head!r}; choose from {', '.join(known)}."
                     )
                 return models[heads[head]](config)
     raise ValueError(f"{type(config).__name__} is not one of tenuto's configs.")
@@ -236,7 +296,7 @@ def costs(name: str) -> dict[str, Any]:
 
     chosen = PRESETS[name]
     config = preset(name)
-    causal = chosen.architecture == "looped"
+    causal = chosen.architecture in CAUSAL
     with torch.device("meta"):
         model = build(config, "causal" if causal else "text-to-text")
     model.tie_weights()

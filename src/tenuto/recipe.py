@@ -79,19 +79,24 @@ class Schedule:
 class Recipe:
     """A training run.
 
-    preset: name of the starting configuration; config: fields of it to change. head: "classification",
+    preset: name of the starting configuration; config: fields of it to change. Without a preset the configuration is
+    that of the checkpoint `start`. head: "classification",
     "text-to-text" (one answer token) or "causal" (text and algorithmic data). start: a checkpoint whose weights to
-    begin with (parameters that it lacks must be the halting net's). training: any argument of transformers'
-    TrainingArguments; max_steps is required.
+    begin with (parameters that it lacks must be of halting nets or routers). convert: takes `start` for a pretrained
+    model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any argument of transformers'
+    TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters whose name holds a pattern, as
+    {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts.
     """
 
-    preset: str
+    preset: str | None = None
     head: Literal["classification", "text-to-text", "causal"] = "classification"
     config: dict[str, Any] = field(default_factory=dict)
     data: Data = field(default_factory=Data)
     schedule: Schedule = field(default_factory=Schedule)
     start: str | None = None
+    convert: dict[str, Any] = field(default_factory=dict)
     muon_learning_rate: float = 0.0
+    learning_rates: dict[str, float] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
@@ -126,6 +131,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if (recipe.head == "causal") != (data.text is not None or data.algorithmic is not None):
         raise ValueError(
             f'{path}: head "causal" goes with data.text or data.algorithmic, the others with neither.'
+        )
+    if recipe.preset is None and recipe.start is None:
+        raise ValueError(f"{path}: give preset, or start, a checkpoint whose configuration it is.")
+    if recipe.convert and (recipe.preset is not None or recipe.start is None or "to" not in recipe.convert):
+        raise ValueError(
+            f"{path}: convert goes with start and without preset, and says `to` what, as {{to: sdt}}."
         )
     if "max_steps" not in recipe.training:
         raise ValueError(f"{path}: training.max_steps is missing; it says how long to train.")

@@ -98,7 +98,7 @@ def measure(
     routers = max(config.attention_experts, config.ffn_experts) > 1
     return {
         "checkpoint": str(checkpoint),
-        "preset": loaded.recipe.preset,
+        "preset": loaded.recipe.preset or loaded.recipe.start,
         "architecture": _spoken(type(loaded.model).__name__),
         "head": loaded.recipe.head,
         "protocol": loaded.recipe.data.protocol,

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -19,13 +20,15 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
 from . import models  # noqa: F401 - registers the architectures
 from .collapse import collapse
-from .optim import MuonAdamW, muon_groups
-from .presets import build, preset
+from .models.routed import Routed
+from .optim import MuonAdamW, parameter_groups
+from .presets import build, config_of
 from .recipe import Recipe, load_recipe
 from .tasks import Task, task_of
 
@@ -53,9 +56,9 @@ class AdaptiveTrainer(Trainer):
         return self.task.sampler(args.max_steps, args.per_device_train_batch_size * processes, args.seed)
 
     def create_optimizer(self, model=None):
-        rate, args = self.recipe.muon_learning_rate, self.args
-        if rate and self.optimizer is None:
-            groups = muon_groups(self.model, rate, args.learning_rate, args.weight_decay)
+        rate, rates, args = self.recipe.muon_learning_rate, self.recipe.learning_rates, self.args
+        if (rate or rates) and self.optimizer is None:
+            groups = parameter_groups(self.model, rate, args.learning_rate, args.weight_decay, rates)
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonAdamW(groups, betas=betas, eps=args.adam_epsilon)
         return super().create_optimizer(model)
@@ -88,12 +91,20 @@ class AdaptiveTrainer(Trainer):
             weights = {"task": 1.0, **model.config.loss_weights(), **knobs.get("loss_weights", {})}
             shares = {term: count / self.totals[term] for term, count in _counts(inputs).items()}
             knobs["loss_weights"] = {name: w * shares.get(name, 1.0) for name, w in weights.items()}
+        if model.training and isinstance(self.model, Routed):
+            self.model.schedule(self.state.global_step / self.args.max_steps)
         out = model(**inputs, **knobs)
         if model.training:
             self._track(out, inputs)
         # the loss of an evaluation is the task's: prices of depth are no part of it, and change during training
         loss = out.loss if model.training else out.losses["task"]
         return (loss, out) if return_outputs else loss
+
+    def evaluate(self, *args, **kwargs):
+        # routed layers choose by levels, which move with the weights
+        if isinstance(self.model, Routed):
+            calibrate_on(self.model, self.task)
+        return super().evaluate(*args, **kwargs)
 
     def _track(self, out, inputs) -> None:
         if not torch.isfinite(out.loss):
@@ -117,6 +128,8 @@ class AdaptiveTrainer(Trainer):
             self._add(f"experts/{name}/entropy", entropy.item())
             for expert, share in enumerate(usage.tolist()):
                 self._add(f"experts/{name}/share_{expert}", share)
+        for name, value in (out.signs or {}).items():
+            self._add(f"layer/{name}", value.item())
         tokens = _counts(inputs)["act"]
         self._add("tokens", tokens)
         self._add("macs_per_token", out.compute.total / tokens)
@@ -161,6 +174,19 @@ class AdaptiveTrainer(Trainer):
         super().log(logs, start_time)
 
 
+CALIBRATION_ROWS = 48
+
+
+def calibrate_on(model: Routed, task: Task) -> None:
+    """Sets the levels of routed layers on rows of the training part, spread evenly over it."""
+    places = np.linspace(0, len(task.train) - 1, min(CALIBRATION_ROWS, len(task.train))).astype(int)
+    wanted = {"input_ids", "attention_mask", "position_ids", "token_type_ids"}
+    if model.config.is_encoder_decoder:
+        wanted.add("labels")
+    rows = (task.collate or default_data_collator)([task.train[int(place)] for place in places])
+    model.calibrate(**{name: value.to(model.device) for name, value in rows.items() if name in wanted})
+
+
 def policies_of(model) -> bool:
     """Whether tokens of the model may stop in training."""
     return any(getattr(module, "skips_in_training", False) for module in model.modules())
@@ -183,7 +209,7 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def start_from(model, checkpoint: str) -> None:
-    """Loads a checkpoint's weights; only the halting net may be missing, nothing may be left over."""
+    """Loads a checkpoint's weights; only halting net and routers may be missing, nothing may be left over."""
     file = Path(checkpoint) / "model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"There is no checkpoint {checkpoint} (looked for {file}).")
@@ -191,7 +217,12 @@ def start_from(model, checkpoint: str) -> None:
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, tensor in weights.items() if shapes.get(name) != tensor.shape]
     tied = getattr(model, "all_tied_weights_keys", {})
-    missing = [name for name in shapes if name not in weights and name not in tied and ".policy." not in name]
+    new = (".policy.", ".routers.")
+    missing = [
+        name
+        for name in shapes
+        if name not in weights and name not in tied and not any(n in name for n in new)
+    ]
     if wrong or missing:
         raise ValueError(
             f"{checkpoint} is of another config: {len(wrong)} weights do not fit"
@@ -201,13 +232,23 @@ def start_from(model, checkpoint: str) -> None:
     model.tie_weights()
 
 
+def start_converted(model, recipe: Recipe) -> None:
+    """Loads the weights of a pretrained model of transformers into a model made for them."""
+    from .convert import fill, read, target_config, tensors_of
+
+    source, _ = read(recipe.start)
+    tensors, tied = tensors_of(source)
+    fill(model, tensors, target_config(source.config, tied=tied, **recipe.convert)[1])
+
+
 def same_recipe(recipe: Recipe, output: Path) -> None:
     """Refuses to go on with another recipe than the run began with, naming what differs."""
     began, now = load_recipe(output / "recipe.yaml"), recipe
-    for key in ("preset", "head", "config", "data", "schedule", "start", "muon_learning_rate", "training"):
-        if getattr(began, key) != getattr(now, key):
+    for field in fields(Recipe):
+        before, after = getattr(began, field.name), getattr(now, field.name)
+        if before != after:
             raise ValueError(
-                f"{output} was begun with another {key} ({getattr(began, key)}); a resumed run keeps its recipe."
+                f"{output} was begun with another {field.name} ({before}); a resumed run keeps its recipe."
             )
 
 
@@ -238,8 +279,9 @@ def train(
             f"training.{refused[0]} has no effect here: the folder is --output, smoothing is"
             " config.label_smoothing, and the curriculum draws the batches."
         )
-    if recipe.muon_learning_rate and "optim" in recipe.training:
-        raise ValueError("training.optim and muon_learning_rate both choose the optimizer; give one of them.")
+    own = [name for name in ("muon_learning_rate", "learning_rates") if getattr(recipe, name)]
+    if own and "optim" in recipe.training:
+        raise ValueError(f"training.optim and {own[0]} both choose the optimizer; give one of them.")
     unknown = sorted(set(recipe.training) - {field.name for field in fields(TrainingArguments)})
     if unknown:
         raise ValueError(f"training.{unknown[0]} is not an argument of transformers' TrainingArguments.")
@@ -259,13 +301,15 @@ def train(
     args._n_gpu = min(args.n_gpu, 1)  # several GPUs by torchrun; DataParallel cannot gather a ledger
     set_seed(args.seed)
     task = task_of(recipe)
-    config = preset(recipe.preset, **{"vocab_size": task.vocabulary, **recipe.config})
+    config = config_of(recipe, vocab_size=task.vocabulary)
     if config.vocab_size < task.vocabulary:
         raise ValueError(
             f"config.vocab_size={config.vocab_size} is below the tokenizer's {task.vocabulary} tokens."
         )
     model = build(config, recipe.head)
-    if recipe.start:
+    if recipe.convert:
+        start_converted(model, recipe)
+    elif recipe.start:
         start_from(model, recipe.start)
     more = {} if task.collate is None else {"data_collator": task.collate}
     measure = task.measure
@@ -310,8 +354,9 @@ def train(
         "history": [
             {
                 key: row[key]
-                for key in ("step", "loss", "eval_accuracy", "eval_loss", "depth/mean")
-                if key in row
+                for key in row
+                if key in ("step", "loss", "eval_accuracy", "eval_loss", "depth/mean")
+                or key.startswith("layer/")
             }
             for row in trainer.state.log_history
         ],

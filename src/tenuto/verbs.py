@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PRINT_CONFIG = "--print_config"
+_CONVERT = {"to": "looped, sdt, stt or mod", "output": "the folder for the converted model"}
 _TEXT = ("paper", "most specific tokens (PMI, nats)")  # columns of words
 
 
@@ -55,10 +56,12 @@ def _numbers(text: str) -> list[float]:
         raise ValueError(f"{text!r} is not a list of numbers such as 0.9,0.5.") from None
 
 
-def _in_unit(values: Sequence[float]) -> Sequence[float]:
+def _in_unit(
+    values: Sequence[float], name: str = "threshold", kind: str = "a share of halting mass"
+) -> Sequence[float]:
     for value in values:
         if not 0 <= value <= 1:
-            raise ValueError(f"The threshold {value:g} lies outside 0..1: it is a share of halting mass.")
+            raise ValueError(f"The {name} {value:g} lies outside 0..1: it is {kind}.")
     return values
 
 
@@ -86,10 +89,12 @@ def _knobs(options) -> dict[str, Any]:
 
 
 def _is_language(checkpoint: str) -> bool:
-    """Whether a folder holds a causal language model of `tenuto train`."""
-    recipe = Path(checkpoint) / "recipe.yaml"
+    """Whether a folder holds a causal language model of `tenuto train` or `tenuto convert`."""
+    recipe, config = (Path(checkpoint) / name for name in ("recipe.yaml", "config.json"))
     if not recipe.is_file():
-        return False
+        made = json.loads(config.read_text()) if config.is_file() else {}
+        causal = any(name.endswith("ForCausalLM") for name in made.get("architectures") or ())
+        return causal and made.get("model_type", "").startswith("tenuto")
     import yaml
 
     return yaml.safe_load(recipe.read_text()).get("head") == "causal"
@@ -158,6 +163,37 @@ def train(options) -> Any:
     return figures, show
 
 
+def convert(options) -> Any:
+    """Turn a pretrained Llama, Mistral or Qwen2 into a tenuto model that computes the same at its neutral setting."""
+    for name in ("to", "output"):
+        if not getattr(options, name):
+            raise UsageError(f"--{name} is missing: {_CONVERT[name]}.")
+    _quieten()
+    from .convert import convert_folder
+
+    chosen = {name: getattr(options, name) for name in ("prelude", "coda", "loops", "injection", "routed")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if "routed" in chosen:
+        try:
+            chosen["routed"] = [int(layer) for layer in options.routed.split(",")]
+        except ValueError:
+            raise UsageError(f"--routed: {options.routed!r} is not a list of layers such as 1,3,5.") from None
+    start = time.time()
+    figures = convert_folder(options.source, options.to, options.output, options.gguf, options.seed, **chosen)
+    options.result = str(Path(options.output) / "result.json")
+    _write(options, None, options.seed, time.time() - start, figures)
+
+    def show() -> None:
+        neutral = ", ".join(f"{name}={value!r}" for name, value in figures["neutral"].items())
+        print(
+            f"{figures['parameters']:,} parameters, {figures['new_parameters']:,} of them new: with {neutral} the"
+            f" logits of {figures['checked_tokens']} tokens differ by {figures['difference']:.1e} at most from the"
+            f" source's ({figures['dtype']}). Everything is in {options.output}."
+        )
+
+    return figures, show
+
+
 def evaluate(options) -> Any:
     """Accuracy by test set beside the always-`#` rate, or a language model's loss; mean depth, MACs and seconds."""
     if _is_language(options.checkpoint):
@@ -213,7 +249,7 @@ def _evaluate_language(options) -> Any:
         from .evaluate import load
         from .harness import evaluate_lm, perplexity
 
-        loaded = load(options.checkpoint, options.policy)
+        loaded = load(options.checkpoint, options.policy, trained=False)
         if options.files:
             figures = perplexity(loaded.model, loaded.tokenizer, options.files.split(","), **knobs)
         else:
@@ -284,8 +320,41 @@ def _sweep_language(options, thresholds: Sequence[float]) -> Any:
     return figures, show
 
 
+def _sweep_capacity(options) -> Any:
+    _quieten()
+    from .language import sweep_capacity
+
+    start = time.time()
+    capacities = _in_unit(_numbers(options.capacities), "capacity", "a share of the tokens")
+    figures = sweep_capacity(options.checkpoint, capacities, repeats=options.repeats, limit=options.limit)
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        rows = [
+            (
+                row["selection"],
+                "" if "capacity" not in row else f"{row['capacity']:g}",
+                f"{row['capacity_realised']:.3f}",
+                f"{row['loss']:.4f}",
+                "" if row["over_topk_percent"] is None else f"{row['over_topk_percent']:+.2f}",
+                f"{100 * row['macs_share']:.1f}",
+                f"{100 * row['kv_share']:.1f}",
+                f"{100 * row['seconds_share']:.1f}",
+            )
+            for row in figures["rows"]
+        ]
+        columns = ("rule", "capacity", "realised", "loss", "above Top-K %", "MACs %", "K/V %", "time %")
+        notes = [f"{figures['tokens']:,} tokens; routed layers {figures['routed_layers']}. Top-K sees the whole text:"
+                 " an upper bound, no rule to decode by."]  # fmt: skip
+        table(f"{options.checkpoint}: the knob beside the dense model", columns, rows, notes)
+
+    return figures, show
+
+
 def sweep(options) -> Any:
-    """The knob: threshold -> steps skipped, MACs, wall-clock, accuracy or loss."""
+    """The knob: threshold or capacity -> steps skipped, MACs, wall-clock, accuracy or loss."""
+    if options.capacities:
+        return _sweep_capacity(options)
     thresholds = _in_unit(_numbers(options.thresholds))
     if _is_language(options.checkpoint):
         return _sweep_language(options, thresholds)
@@ -451,9 +520,9 @@ def generate(options) -> Any:
 
     if not _is_language(options.checkpoint):
         raise ValueError(
-            f"{options.checkpoint} is not a language model of `tenuto train`; generate needs one."
+            f"{options.checkpoint} is not a language model of `tenuto train` or `tenuto convert`; generate needs one."
         )
-    loaded = load(options.checkpoint, options.policy)
+    loaded = load(options.checkpoint, options.policy, trained=False)
     seed = None if options.greedy else options.seed
     said = write(loaded.model, loaded.tokenizer, options.prompt, options.tokens, options.threshold, seed)
 
@@ -602,6 +671,44 @@ def matrix(options) -> Any:
             f"{figures['done']} of {figures['cells']} cells; table.json and picture.svg are in {options.output}."
         ]
         table(f"{options.matrix}", columns, rows, notes)
+
+    return figures, show
+
+
+def compare(options) -> Any:
+    """Models that differ in a few fields, trained alike over seeds: loss, causal rule against Top-K, MACs, K/V."""
+    _quieten()
+    from .compare import run_comparison
+    from .progress import TrainingProgress
+
+    start = time.time()
+    figures = run_comparison(options.plan, options.output, options.only, TrainingProgress)
+    if options.result:
+        _write(options, options.plan, None, time.time() - start, figures)
+
+    def show() -> None:
+        def give(row: dict, name: str, form: str) -> str:
+            return "" if row.get(name) is None else format(row[name], form)
+
+        rows = [
+            (
+                row["row"],
+                row["seeds"],
+                f"{row['parameters']:,}",
+                f"{row['loss']:.4f}" + ("" if row["loss_spread"] is None else f" ±{row['loss_spread']:.4f}"),
+                give(row, "minus_against", "+.4f"),
+                give(row, "over_topk_percent", "+.2f"),
+                give(row, "realised", ".3f"),
+                f"{row['macs_per_token'] / 1e6:.3f}",
+                "" if "kv_share" not in row else f"{100 * row['kv_share']:.1f}",
+                f"{row['train_cpu_seconds']:.0f}",
+            )
+            for row in figures["rows"]
+        ]
+        columns = ("model", "seeds", "parameters", "loss", f"minus {figures['against']}", "above Top-K %", "realised",
+                   "MMACs/token", "K/V %", "training CPU s")  # fmt: skip
+        notes = [f"{figures['done']} of {figures['cells']} models; table.json is in {options.output}."]
+        table(f"{options.plan}", columns, rows, notes)
 
     return figures, show
 

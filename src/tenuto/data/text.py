@@ -314,15 +314,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int = 2, sin
 
 
 def load_tokenizer(name_or_path: str):
-    """The tokenizer "byte", or that of a folder or model as AutoTokenizer finds it; ValueError if there is none."""
+    """The tokenizer "byte", or that of a folder or model as AutoTokenizer finds it; ValueError if there is none.
+
+    One that has no padding pads with its end: rows are full, but a collator asks for it.
+    """
     from transformers import AutoTokenizer
 
     if name_or_path == "byte":
         return byte_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        words = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer {name_or_path}; say 'byte' or a folder with one.") from error
+    if words.pad_token is None:
+        words.pad_token = words.eos_token
+    return words
 
 
 def _ends(tokenizer) -> tuple[int, int, int]:

@@ -239,26 +239,19 @@ class Attention(nn.Module):
             self.heads // self.kv_heads
         )  # by this name transformers' functions read it
         size, width, narrow = config.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        # MACs of one query row, query and output of its k experts (router, keys and values apart), and of one row's key
+        # and value; from the sizes, since an adapter (PEFT) wraps the layers
+        self.row_macs, self.kv_macs = 2 * self.chosen * size * width, 2 * size * narrow
         self.router = Router(
             size, experts, self.chosen, config.router, config.router_samples, config.router_dropout
         )
-        self.query = ExpertLinear(experts, size, width)
-        self.key = nn.Linear(size, narrow, bias=False)
-        self.value = nn.Linear(size, narrow, bias=False)
+        self.query = ExpertLinear(experts, size, width, config.attention_bias)
+        self.key = nn.Linear(size, narrow, bias=config.attention_bias)
+        self.value = nn.Linear(size, narrow, bias=config.attention_bias)
         self.output = ExpertLinear(experts, width, size)
         self.relative = None
         if config.relative_positions == "window" and not cross:
             self.relative = RelativeWindow(self.heads, self.head_dim, config.window)
-
-    @property
-    def row_macs(self) -> int:
-        """MACs of one query row: query and output of its k experts (router, keys and values apart)."""
-        return self.chosen * (self.query.row_macs + self.output.row_macs)
-
-    @property
-    def kv_macs(self) -> int:
-        """MACs of one row's key and value."""
-        return self.key.weight.numel() + self.value.weight.numel()
 
     @property
     def pair_macs(self) -> int:
@@ -336,7 +329,7 @@ class Attention(nn.Module):
 
     def account(self, ledger: Ledger, rows: Rows, reach: Reach) -> None:
         """Books the queries, outputs, router and scores of one application (keys and values: `account_kv`)."""
-        kind = "linear" if self.query.weight.shape[0] == 1 else "expert"
+        kind = "linear" if self.router.experts == 1 else "expert"
         ledger.add(kind, rows.per_sequence, self.row_macs)
         ledger.add("router", rows.per_sequence, self.router.row_macs)
         queries, executed = torch.zeros_like(rows.per_sequence), torch.zeros_like(rows.per_sequence)

@@ -15,7 +15,7 @@ from .experts import ExpertLinear
 from .linear_attention import LinearAttention
 from .memory import Memory
 
-TERMS = {"task", "act", "mim", "switch", "ponder", "exit"}
+TERMS = {"task", "act", "mim", "switch", "ponder", "exit", "prior", "router", "gate", "forecast"}
 
 
 @strict
@@ -39,6 +39,7 @@ class AdaptiveConfig(PreTrainedConfig):
         None  # below num_attention_heads: grouped-query attention; None: as many
     )
     head_dim: int = 64  # D
+    attention_bias: bool = False  # on queries, keys and values, as Qwen2 has
     attention_experts: int = 1  # E; 1: ordinary multi-head attention
     attention_experts_per_token: int = 1  # k
     intermediate_size: int = 2048  # D of the feed-forward, of one expert
@@ -71,7 +72,7 @@ class AdaptiveConfig(PreTrainedConfig):
 
     keys_to_ignore_at_inference = [
         "losses", "last_hidden_state", "depths", "expected_depths", "decoder_depths", "decoder_expected_depths",
-        "compute", "routing", "balance", "cache",
+        "compute", "routing", "balance", "cache", "signs", "executed",
     ]  # fmt: skip
 
     def validate_experts(self):
@@ -115,6 +116,8 @@ class StackOutput(ModelOutput):
     hidden: [B, T, d] s_L. depths: [B, T] int, steps executed (0 at pads). expected_depths: [B, T] sum_l a_l l.
     balance: sum of statistics for each router, by name. routing: with `output_routing`, one
     (step, module, places [N], experts [N, k], gates [N, k]) for each application. compute: the ledger.
+    losses, signs: terms of the loss and figures to log that routed layers have, by name. executed: [B, T, L] bool,
+    which layers each token ran, of a routed stack.
     """
 
     hidden: Tensor | None = None
@@ -123,6 +126,9 @@ class StackOutput(ModelOutput):
     balance: dict | None = None
     routing: list | None = None
     compute: Any = None
+    losses: dict | None = None
+    signs: dict | None = None
+    executed: Tensor | None = None
 
 
 @dataclass
@@ -135,6 +141,7 @@ class AdaptiveOutput(ModelOutput):
     compute: `Ledger`, MACs by kind and K/V bytes per sequence.
     balance: router statistics by name (training, or `output_routing`). routing: see `StackOutput`.
     cache: keys and values of a causal language model's tokens, to go on from.
+    signs, executed: of routed models, see `StackOutput`.
     """
 
     loss: Tensor | None = None
@@ -149,6 +156,8 @@ class AdaptiveOutput(ModelOutput):
     balance: dict | None = None
     routing: list | None = None
     cache: Any = None
+    signs: dict | None = None
+    executed: Tensor | None = None
 
 
 class AdaptivePreTrainedModel(PreTrainedModel):
@@ -159,6 +168,7 @@ class AdaptivePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     # transformers' Trainer must divide the loss by the accumulation steps: our loss is a mean, not a sum
     accepts_loss_kwargs = False
+    _keep_in_fp32_modules_strict = {"levels"}
     stack_class: type
 
     @torch.no_grad()
@@ -190,6 +200,8 @@ class AdaptivePreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
         if getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
+        if getattr(module, "starts_normal", None):
+            init.normal_(module.weight, std=module.starts_normal)
         if getattr(module, "starts_as_sum", False):
             init.copy_(module.weight, torch.eye(len(module.weight)).repeat(1, 2))
         for name, value in getattr(module, "starts_at", {}).items():
@@ -207,6 +219,16 @@ class AdaptivePreTrainedModel(PreTrainedModel):
         names = sorted(set(unknown) - {"return_dict", "num_items_in_batch"})
         if names:
             raise TypeError(f"The model takes no argument {', '.join(names)}.")
+
+    def knobs_of(self, stack: nn.Module, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Those knobs of a call that the stack has; ValueError for another that was given."""
+        given = [name for name, value in knobs.items() if value is not None and value is not False]
+        foreign = [name for name in given if name not in stack.knobs]
+        if foreign:
+            raise ValueError(
+                f"{type(self).__name__} has no {foreign[0]}; its knobs are {', '.join(stack.knobs)}."
+            )
+        return {name: value for name, value in knobs.items() if name in stack.knobs}
 
     def auxiliary(self, balance: dict) -> dict[str, Tensor]:
         """The balance loss over every router; {} without routers, and in evaluation, whatever it reports."""

@@ -26,6 +26,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .linear_attention import RecurrentState
 from .memory import MemoryState
+from .routing import NOWHERE, Chosen
+from .rows import Rows
 
 KV = tuple[Tensor, Tensor]  # each [B, T, H, D]
 
@@ -53,7 +55,7 @@ class GrowingLayer(DynamicLayer):
         # after reordering or repeating, the kept ones lie elsewhere
         inside = room is not None and old.data_ptr() == room.data_ptr() and old.shape[:2] == room.shape[:2]
         if not inside or room.shape[-2] < total:
-            room = new.new_empty(*new.shape[:2], total + max(16, total // 2), new.shape[-1])
+            room = new.new_empty(*new.shape[:2], grown_to(total), new.shape[-1])
             if past:
                 room[:, :, :past] = old
             self.__dict__[f"{name}_room"] = room
@@ -98,6 +100,129 @@ class Carried:
         """Stays where it is: it is small."""
 
     prefetch = offload
+
+
+class ChosenLayer:
+    """A layer of a transformers cache that holds keys and values of the chosen tokens only (routing.py).
+
+    keys, values [B, H, C, D] (C: allocated), places [B, C]: which token of its sequence each slot holds, ascending;
+    used [B]: how many slots are written, where the next one goes. past: by name, what a router remembers [B, ...].
+    """
+
+    is_compileable = is_sliding = supports_early_init = False
+
+    def __init__(self):
+        self.keys = self.values = self.places = self.used = None
+        self.past: dict[str, Tensor] = {}
+        self.length = 0  # tokens seen, chosen or not
+
+    def write(self, kv: KV, chosen: Chosen) -> tuple[KV, Tensor]:
+        """New keys and values [B, Q, H, D] -> all that are held [B, K, H, D], and their places [B, K]."""
+        new = [part.transpose(1, 2) for part in kv]
+        if self.used is None:
+            self.used = torch.zeros_like(chosen.counts)
+        if self.keys is None and len(chosen):
+            self.keys, self.values = (part[:, :, :0] for part in new)
+            self.places = chosen.places[:, :0]
+        if len(chosen):
+            room = int((self.used + chosen.counts).max())
+            rows = chosen.rows
+            slots = (self.used[rows.sequence] + rows.position, rows.sequence)
+            self.keys, self.values = (
+                self._put(old, part, slots, rows, room)
+                for old, part in ((self.keys, new[0]), (self.values, new[1]))
+            )
+            places = self._put(
+                self.places[:, None, :, None], chosen.places[:, None, :, None], slots, rows, room
+            )
+            self.places = places[:, 0, :, 0]
+            self.used = self.used + chosen.counts
+        return self.read()
+
+    def read(self) -> tuple[KV, Tensor]:
+        """All that are held."""
+        most = int(self.used.max())
+        return (
+            tuple(part[:, :, :most].transpose(1, 2) for part in (self.keys, self.values)),
+            self.places[:, :most],
+        )
+
+    @staticmethod
+    def _put(old: Tensor, new: Tensor, slots: tuple[Tensor, Tensor], rows: Rows, room: int) -> Tensor:
+        if old.shape[2] < room:
+            empty = NOWHERE if old.dtype == torch.long else 0
+            grown = old.new_full((*old.shape[:2], grown_to(room), old.shape[3]), empty)
+            grown[:, :, : old.shape[2]] = old
+            old = grown
+        elif torch.is_grad_enabled():
+            old = old.clone()
+        slot, sequence = slots
+        old.transpose(1, 2)[sequence, slot] = rows.pack(new.transpose(1, 2))
+        return old
+
+    def get_seq_length(self) -> int:
+        """Slots of the fullest sequence."""
+        return 0 if self.used is None else int(self.used.max())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over the slots."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """The sequences at `beam_idx`."""
+        for name in ("keys", "values", "places", "used"):
+            old = getattr(self, name)
+            if old is not None:
+                setattr(self, name, old.index_select(0, beam_idx.to(old.device)))
+        self.past = {name: one.index_select(0, beam_idx.to(one.device)) for name, one in self.past.items()}
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        if self.used is not None:
+            sequences = torch.arange(len(self.used), device=self.used.device)
+            self.reorder_cache(sequences.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """As before the first token."""
+        self.__init__()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Not where a router remembers what it saw."""
+        return not self.past
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens of every sequence."""
+        if self.past:
+            raise RuntimeError(
+                "A cache whose routers remember earlier tokens (SDT, STT, the running rule) cannot be cropped."
+            )
+        self.length += tokens_to_remove
+        if self.places is not None:
+            gone = self.places >= self.length
+            self.places = self.places.masked_fill(gone, NOWHERE)
+            self.used = (~gone).sum(1)
+
+    def offload(self) -> None:
+        """Stays where it is."""
+
+    prefetch = offload
+
+    @property
+    def bytes_used(self) -> Tensor:
+        """[B] bytes of the keys and values written."""
+        return self.used * (2 * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size())
+
+
+def grown_to(total: int) -> int:
+    """Slots to allocate when `total` are needed and there is no room: half as many again."""
+    return total + max(16, total // 2)
 
 
 class Slots:
@@ -206,3 +331,35 @@ class Slots:
         # a copy for each call: paged caches write into it
         key, value = self.cache.update(key, value, slot, kwargs=dict(self.extra))
         return key.transpose(1, 2), value.transpose(1, 2)
+
+
+class RoutedSlots:
+    """The cache of a stack whose routed layers hold the chosen tokens only (routing.py), for one call."""
+
+    def __init__(self, config, cache: Any | None):
+        self.cache = cache
+        if cache is None:
+            return
+        if not hasattr(cache, "layers") or cache.is_compileable:
+            raise ValueError(
+                "Routed layers hold as many tokens as they chose and need a dynamic cache, not a static or a paged one"
+                " (continuous batching)."
+            )
+        if len(cache.layers) < config.num_hidden_layers:
+            raise ValueError(
+                "Routed layers need a cache that knows the config: DynamicCache(config=model.config)."
+            )
+        for number, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer and not layer.is_initialized:
+                cache.layers[number] = ChosenLayer() if number in config.routed_layers else GrowingLayer()
+
+    def write(self, layer: int, kv: KV) -> KV:
+        """This call's keys and values [B, T, H, D] of a layer that all tokens run -> all of them [B, K, H, D]."""
+        if self.cache is None:
+            return kv
+        key, value = self.cache.update(*(part.transpose(1, 2) for part in kv), layer)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+    def routed(self, layer: int) -> ChosenLayer | None:
+        """What a routed layer holds."""
+        return None if self.cache is None else self.cache.layers[layer]

@@ -7,6 +7,7 @@ Losses, means over predicted tokens (act, ponder: over all tokens), labels shift
     act      mean depth (or what it exceeds depth_budget by)         stick_breaking, act, depth_router
     ponder   KL(a || prior)                                          pondernet
     exit     binary cross-entropy of "stop" against the oracle       exit_head
+    prior, router, gate, forecast                                    routed layers: routing.py, mod.py, sdt.py, stt.py
 """
 
 from typing import Any
@@ -22,7 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import Reach, Rotary
 from .base import AdaptiveOutput, AdaptivePreTrainedModel
-from .cache import Slots
 
 # what continuous batching hands to a model besides ids, positions, mask and cache
 PAGED = {"read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
@@ -100,7 +100,8 @@ class CausalModel(AdaptivePreTrainedModel):
         if self.rotary is not None:
             cos, sin = self.rotary(x_BTd, position_ids)
             rotary = Rotary(cos.expand(B, -1, -1), sin.expand(B, -1, -1))
-        slots = Slots(self.config, cache, extra)
+        slots = self.stack.slots(cache, extra)
+        knobs = self.knobs_of(self.stack, knobs)
         out, trajectory = self.stack(x_BTd, mask_BT, reach, rotary, slots, readout=self.readout, **knobs)
         return out, trajectory, reach, rotary
 
@@ -115,14 +116,16 @@ class CausalModel(AdaptivePreTrainedModel):
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
+        capacity: float | Tensor | None = None,
+        selection: str | None = None,
         output_routing: bool = False,
         **extra,
     ) -> AdaptiveOutput:
         """[B, T] ids -> `AdaptiveOutput` with last_hidden_state [B, T, d]. Arguments: see `CausalLM.forward`."""
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps,
-                 "output_routing": output_routing}  # fmt: skip
+        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
+                 "selection": selection, "output_routing": output_routing}  # fmt: skip
         out, *_ = self.run(input_ids, attention_mask, position_ids, cache, inputs_embeds, knobs, extra)
         return AdaptiveOutput(
             last_hidden_state=out.hidden,
@@ -132,6 +135,8 @@ class CausalModel(AdaptivePreTrainedModel):
             balance=out.balance,
             routing=out.routing,
             cache=cache,
+            signs=out.signs,
+            executed=out.executed,
         )
 
     @torch.no_grad()
@@ -168,6 +173,8 @@ class CausalLM(CausalModel, GenerationMixin):
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
+        capacity: float | Tensor | None = None,
+        selection: str | None = None,
         output_routing: bool = False,
         loss_weights: dict[str, float] | None = None,
         **extra,
@@ -177,14 +184,15 @@ class CausalLM(CausalModel, GenerationMixin):
         attention_mask: [B, past + T], 1 at tokens. position_ids: [B, T]; where they start again at 0 without a mask,
         another document begins and attention does not cross. cache: a transformers cache, which this call extends.
         logits_to_keep: as in transformers. threshold (a number, or [B]), min_steps and max_steps: the depth knobs of
-        this call. loss_weights overrides the config's weights of the auxiliary terms.
+        this call, of looped models; capacity (a number, or [B]) or threshold, and selection: those of routed models,
+        routing.py. loss_weights overrides the config's weights of the auxiliary terms.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps,
-                 "output_routing": output_routing}  # fmt: skip
+        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
+                 "selection": selection, "output_routing": output_routing}  # fmt: skip
         out, trajectory, reach, rotary = self.run(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, knobs, extra
         )
@@ -209,6 +217,8 @@ class CausalLM(CausalModel, GenerationMixin):
             balance=out.balance,
             routing=out.routing,
             cache=cache,
+            signs=out.signs,
+            executed=out.executed,
         )
 
     def token_losses(self, hidden_Md: Tensor, targets_M: Tensor) -> Tensor:
@@ -241,7 +251,9 @@ class CausalLM(CausalModel, GenerationMixin):
             else:
                 task = cross_entropies(logits.flatten(0, 1), targets.flatten()).sum()
             losses["task"] = task / count
-            if self.stack.policy.mixes:
+            if out.losses is not None:
+                losses |= out.losses
+            elif self.stack.policy.mixes:
                 tokens = out.depths > 0
                 mean = out.expected_depths[tokens].mean()
                 losses["act"] = mean if config.depth_budget is None else F.relu(mean - config.depth_budget)

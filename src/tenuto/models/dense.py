@@ -33,6 +33,9 @@ class TransformerConfig(AdaptiveConfig):
 class TransformerStack(Stack):
     """Distinct blocks in a row."""
 
+    # it says itself that it has none of them
+    knobs = ("threshold", "min_steps", "max_steps", "capacity", "selection", "output_routing")
+
     def __init__(self, config, decoder: bool = False):
         super().__init__(config, decoder)
         steps = config.num_decoder_layers if decoder else config.num_hidden_layers

@@ -166,12 +166,8 @@ class FeedForward(nn.Module):
         self.gate = None if bias else ExpertLinear(experts, size, width)
         self.down = ExpertLinear(experts, width, size, bias)
         self.dropout = nn.Dropout(config.activation_dropout)
-
-    @property
-    def row_macs(self) -> int:
-        """MACs of one row through its k experts, router apart."""
-        parts = [self.up, self.down] + ([self.gate] if self.gate is not None else [])
-        return self.chosen * sum(part.row_macs for part in parts)
+        # MACs of one row through its k experts, router apart; from the sizes, since an adapter (PEFT) wraps the layers
+        self.row_macs = self.chosen * (2 if bias else 3) * size * width
 
     def forward(self, x_Nd: Tensor) -> tuple[Tensor, Dispatch | None]:
         """Rows -> rows (Eq. 1), and the routing decision."""

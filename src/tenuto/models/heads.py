@@ -79,23 +79,22 @@ class EncoderModel(AdaptivePreTrainedModel):
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
+        capacity: float | Tensor | None = None,
+        selection: str | None = None,
         output_routing: bool = False,
         **unknown,
     ) -> AdaptiveOutput:
         """[B, T] ids and mask (1 at tokens) -> `AdaptiveOutput` with last_hidden_state [B, T, d].
 
-        threshold (a number, or [B]), min_steps and max_steps: the depth knobs of this call.
+        threshold (a number, or [B]), min_steps and max_steps: the depth knobs of this call; capacity (the same as
+        threshold) and selection: those of routed models, routing.py.
         """
         self.refuse(unknown)
         mask = token_mask(input_ids, attention_mask)
-        out = self.stack(
-            self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids),
-            mask,
-            threshold=threshold,
-            min_steps=min_steps,
-            max_steps=max_steps,
-            output_routing=output_routing,
-        )
+        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
+                 "selection": selection, "output_routing": output_routing}  # fmt: skip
+        embedded = self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids)
+        out = self.stack(embedded, mask, **self.knobs_of(self.stack, knobs))
         return AdaptiveOutput(
             last_hidden_state=out.hidden,
             depths=out.depths,
@@ -103,6 +102,9 @@ class EncoderModel(AdaptivePreTrainedModel):
             compute=out.compute,
             balance=out.balance,
             routing=out.routing,
+            losses=out.losses,
+            signs=out.signs,
+            executed=out.executed,
         )
 
 
@@ -134,6 +136,8 @@ class SequenceClassifier(EncoderModel):
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
+        capacity: float | Tensor | None = None,
+        selection: str | None = None,
         output_routing: bool = False,
         loss_weights: dict[str, float] | None = None,
         **unknown,
@@ -149,6 +153,8 @@ class SequenceClassifier(EncoderModel):
             threshold,
             min_steps,
             max_steps,
+            capacity,
+            selection,
             output_routing,
             **unknown,
         )
@@ -160,7 +166,7 @@ class SequenceClassifier(EncoderModel):
         if labels is not None:
             task = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
             losses = {"task": task, "act": act_loss(out.expected_depths, mask)}
-            losses |= self.auxiliary(out.balance)
+            losses |= self.auxiliary(out.balance) | (out.losses or {})
             loss = self.weigh(losses, loss_weights)
         return AdaptiveOutput(**{**out, "loss": loss, "logits": logits, "losses": losses})
 

@@ -16,30 +16,42 @@ KINDS = ("linear", "expert", "router", "halting", "attention", "head")
 
 @dataclass
 class Ledger:
-    """MACs by kind and key/value bytes written; every value is an int64 tensor [B], one figure a sequence."""
+    """MACs by kind and key/value bytes written; every value is an int64 tensor [B], one figure a sequence.
+
+    layer: the name that what follows is booked under besides, in `layer_macs` and `layer_kv_bytes`; None: none.
+    """
 
     batch: int
     macs: dict[str, Tensor] = field(default_factory=dict)
     attention_causal: Tensor | int = 0
     kv_bytes: Tensor | int = 0
+    layer: str | None = None
+    layer_macs: dict[str, Tensor] = field(default_factory=dict)
+    layer_kv_bytes: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, kind: str, rows: Tensor, cost: int) -> None:
         """Books `rows` [B] rows at `cost` MACs each."""
         if cost:
             self.macs[kind] = self.macs.get(kind, 0) + rows.to(torch.int64) * cost
+            if self.layer is not None:
+                booked = self.layer_macs.get(self.layer, 0)
+                self.layer_macs[self.layer] = booked + rows.to(torch.int64) * cost
 
     def add_attention(self, executed: Tensor, causal: Tensor, cost: int) -> None:
         """Books query-key pairs [B], executed and let through by the mask, at `cost` MACs a pair."""
-        self.macs["attention"] = self.macs.get("attention", 0) + executed.to(torch.int64) * cost
+        self.add("attention", executed, cost)
         self.attention_causal = self.attention_causal + causal.to(torch.int64) * cost
 
     def add_kv(self, rows: Tensor, size: int) -> None:
         """Books key/value rows [B] written, `size` bytes each."""
-        self.kv_bytes = self.kv_bytes + rows.to(torch.int64) * size
+        written = rows.to(torch.int64) * size
+        self.kv_bytes = self.kv_bytes + written
+        if self.layer is not None:
+            self.layer_kv_bytes[self.layer] = self.layer_kv_bytes.get(self.layer, 0) + written
 
     def merge(self, other: "Ledger") -> "Ledger":
         """The sum of two ledgers of the same batch (an encoder's and a decoder's)."""
-        macs = dict(self.macs)
+        macs, named = dict(self.macs), (("encoder", self), ("decoder", other))
         for kind, value in other.macs.items():
             macs[kind] = macs.get(kind, 0) + value
         return Ledger(
@@ -47,6 +59,15 @@ class Ledger:
             macs,
             self.attention_causal + other.attention_causal,
             self.kv_bytes + other.kv_bytes,
+            None,
+            *(
+                {
+                    f"{side}.{name}": value
+                    for side, part in named
+                    for name, value in getattr(part, field).items()
+                }
+                for field in ("layer_macs", "layer_kv_bytes")
+            ),
         )
 
     @property

@@ -266,6 +266,12 @@ class LoopedStack(nn.Module):
         self.policy = POLICIES[config.policy](config)
         self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
 
+    knobs = ("threshold", "min_steps", "max_steps", "output_routing")
+
+    def slots(self, cache: Any | None, extra: dict[str, Any]) -> Slots:
+        """The cache of one call."""
+        return Slots(self.config, cache, extra)
+
     def forward(
         self,
         x_BTd: Tensor,

@@ -50,6 +50,8 @@ class EncoderDecoder(AdaptivePreTrainedModel):
         threshold: float | Tensor | None = None,
         min_steps: int | None = None,
         max_steps: int | None = None,
+        capacity: float | Tensor | None = None,
+        selection: str | None = None,
         output_routing: bool = False,
         loss_weights: dict[str, float] | None = None,
         **unknown,
@@ -63,12 +65,9 @@ class EncoderDecoder(AdaptivePreTrainedModel):
                 # every place after the last label is padding; a row without labels keeps its first place
                 ahead = (labels != -100).flip(1).cumsum(1).flip(1) > 0
                 decoder_attention_mask = torch.cat([torch.ones_like(ahead[:, :1]), ahead[:, 1:]], 1)
-        knobs = {
-            "threshold": threshold,
-            "min_steps": min_steps,
-            "max_steps": max_steps,
-            "output_routing": output_routing,
-        }
+        knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
+                 "selection": selection, "output_routing": output_routing}  # fmt: skip
+        knobs = self.knobs_of(self.encoder, knobs)
         self.refuse(unknown)
         mask = token_mask(input_ids, attention_mask)
         target_mask = token_mask(decoder_input_ids, decoder_attention_mask)
@@ -100,6 +99,8 @@ class EncoderDecoder(AdaptivePreTrainedModel):
             act = act_loss(source.expected_depths, mask)
             act = act + act_loss(target.expected_depths, target_mask)
             losses = {"task": task, "act": act, **self.auxiliary(balance)}
+            if source.losses is not None:
+                losses |= {name: (value + target.losses[name]) / 2 for name, value in source.losses.items()}
             loss = self.weigh(losses, loss_weights)
         return AdaptiveOutput(
             loss=loss,
@@ -113,4 +114,7 @@ class EncoderDecoder(AdaptivePreTrainedModel):
             compute=compute,
             balance=balance,
             routing={"encoder": source.routing, "decoder": target.routing} if output_routing else None,
-        )
+            signs={f"{side}.{name}": value
+                   for side, out in (("encoder", source), ("decoder", target))
+                   for name, value in (out.signs or {}).items()},
+        )  # fmt: skip

@@ -70,6 +70,8 @@ class UniversalTransformerConfig(AdaptiveConfig):
 class UniversalStack(Stack):
     """One block iterated under a depth policy."""
 
+    knobs = ("threshold", "min_steps", "max_steps", "output_routing")
+
     def __init__(self, config, decoder: bool = False):
         super().__init__(config, decoder)
         self.steps = config.num_decoder_loops if decoder else config.num_loops

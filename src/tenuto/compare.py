@@ -1,0 +1,233 @@
+"""Rows x seeds: models that differ in a few fields, trained on the same data and measured alike; resumes after a kill.
+
+Every cell is a folder as in matrix.py. A row may begin from a checkpoint of its own (`tenuto convert`), so that
+architectures made from one pretrained model stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .collapse import collapse
+from .matrix import Cell, language_recipe, load_plan, run_cells, varied
+from .recipe import Schedule
+
+
+@dataclass
+class Row:
+    """What distinguishes one model. preset, start, convert: as in a recipe; config, schedule: fields over the base recipe's.
+
+    seeds: of this row alone; by default the plan's.
+    """
+
+    preset: str | None = None
+    start: str | None = None
+    convert: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, float] = field(default_factory=dict)
+    seeds: list[int] | None = None
+
+
+@dataclass
+class Comparison:
+    """base: the recipe of every row. against: the row that the others are compared with, seed by seed.
+
+    capacities: at which routed models are measured, beside the config's own.
+    """
+
+    base: str
+    rows: dict[str, Row]
+    against: str
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    capacities: list[float] = field(default_factory=list)
+
+
+def cells_of(plan: Comparison) -> list[Cell]:
+    """Every cell with its recipe, checked before anything is trained."""
+    if plan.against not in plan.rows:
+        raise ValueError(f"against={plan.against!r} is no row; they are {', '.join(plan.rows)}.")
+    cells = []
+    for name, row in plan.rows.items():
+        started = language_recipe(plan.base)
+        if row.preset is not None or row.start is not None:
+            started.preset, started.start = row.preset, row.start
+        if row.convert:
+            started.convert = row.convert
+        unknown = sorted(set(row.schedule) - {one.name for one in fields(Schedule)})
+        if unknown:
+            raise ValueError(f"Row {name}: schedule has no field {unknown[0]}.")
+        started.schedule = replace(started.schedule, **row.schedule)
+        for seed in plan.seeds if row.seeds is None else row.seeds:
+            labels = {"row": name, "seed": seed}
+            folder = name.replace(", ", "-").replace(" ", "-")
+            cells.append(Cell(f"{folder}-{seed}", labels, varied(started, row.config, seed)))
+    return cells
+
+
+def measure_cell(folder: Path, capacities: list[float]) -> dict[str, Any]:
+    """Held-out figures of a trained cell: by its own rule; of a routed one also by every other rule and capacity, and
+    how well its layers' causal routers foretell Top-K; of a looped one its depths, and how they went in training.
+    """
+    from .evaluate import load
+    from .language import corpus_of, measure, summary
+
+    loaded = load(folder)
+    model, corpus = loaded.model, corpus_of(loaded)
+    said = measure(model, corpus)
+    figures = summary(corpus, said)
+    kept = ("loss", "bits_per_byte", "macs_per_token", "seconds")
+    result: dict[str, Any] = {name: figures[name] for name in kept}
+    routed = getattr(model.config, "routed_layers", None)
+    if routed:
+        result["rules"] = []
+        own = model.config.capacity
+        asked = [(rule, own) for rule in ("threshold", "running", "topk")] + [("dense", 1.0)]
+        asked += [("threshold", one) for one in capacities if one != own]
+        for rule, capacity in asked:
+            knobs = {"selection": rule} if rule == "dense" else {"selection": rule, "capacity": capacity}
+            said = measure(model, corpus, **knobs)
+            spare = model.config.num_hidden_layers - len(routed)
+            result["rules"].append(
+                {
+                    "selection": rule,
+                    "capacity": capacity,
+                    "realised": round((said.mean_depth - spare) / len(routed), 4),
+                    "loss": round(said.loss, 4),
+                    "macs_per_token": round(said.macs / int((said.depths > 0).sum())),
+                    "kv_bytes_per_token": round(
+                        int(said.row_kv_bytes.sum()) / int((said.depths > 0).sum()), 1
+                    ),
+                }
+            )
+        result["routers"] = router_scores(model, corpus)
+    elif getattr(model.config, "policy", "fixed") != "fixed":
+        depths, full = said.depths[said.depths > 0], model.config.num_loops
+        history = json.loads((folder / "training.json").read_text())["history"]
+        result |= {
+            "mean_depth": figures["mean_depth"],
+            "full_depth": full,
+            "shares": (np.bincount(depths, minlength=full + 1)[1:] / len(depths)).round(4).tolist(),
+            "depth_curve": [
+                [one["step"], round(one["depth/mean"], 3)] for one in history if "depth/mean" in one
+            ],
+            **collapse(depths, model.config.min_steps, full),
+        }
+    return result
+
+
+def router_scores(model, corpus, batch: int = 16) -> dict[str, dict[str, float]]:
+    """Accuracy, majority rate and F1 of each layer's causal router against the teacher's Top-K, on held-out text."""
+    import torch
+
+    sums: dict[str, list[float]] = {}
+    inputs = {name: value for name, value in corpus.inputs.items() if name != "labels"}
+    rows = len(corpus.labels)
+    for start in range(0, rows, batch):
+        some = {name: value[start : start + batch].to(model.device) for name, value in inputs.items()}
+        with torch.inference_mode():
+            signs = model(**some, use_cache=False, selection="topk", output_routing=True).signs
+        for name, value in signs.items():
+            sums.setdefault(name, []).append(float(value))
+    layers: dict[str, dict[str, float]] = {}
+    for name, values in sums.items():
+        layer, sign = name.split(".")
+        layers.setdefault(layer, {})[sign] = round(float(np.mean(values)), 4)
+    return layers
+
+
+def table_of(plan: Comparison, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a row: means and spreads over seeds, the loss also as a difference from `against`, seed by seed."""
+    base = {one["seed"]: one["loss"] for one in results if one["row"] == plan.against}
+    lines = []
+    for name in dict.fromkeys(one["row"] for one in results):
+        some = [one for one in results if one["row"] == name]
+        loss = np.array([one["loss"] for one in some])
+        gaps = np.array([one["loss"] - base[one["seed"]] for one in some if one["seed"] in base])
+        line = {
+            "row": name,
+            "seeds": len(some),
+            "parameters": some[0]["parameters"],
+            "loss": round(float(loss.mean()), 4),
+            "loss_spread": _spread(loss),
+            "minus_against": round(float(gaps.mean()), 4) if len(gaps) else None,
+            "minus_against_spread": _spread(gaps),
+            "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
+            "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
+        }
+        rules = [{(one["selection"], one["capacity"]): one for one in cell.get("rules", [])} for cell in some]
+        if rules[0]:
+            own = next(key for key in rules[0] if key[0] == "threshold")
+            top = ("topk", own[1])
+            line["realised"] = round(float(np.mean([one[own]["realised"] for one in rules])), 4)
+            over = [100 * (one[own]["loss"] / one[top]["loss"] - 1) for one in rules]
+            line["over_topk_percent"] = round(float(np.mean(over)), 3)
+            kv = [one[own]["kv_bytes_per_token"] / one["dense", 1.0]["kv_bytes_per_token"] for one in rules]
+            line["kv_share"] = round(float(np.mean(kv)), 4)
+        lines.append(line)
+    return lines
+
+
+def picture(results: list[dict[str, Any]], path: Path) -> None:
+    """Depth during training, one line a model, and the depths on held-out text, one row a model."""
+    from matplotlib.figure import Figure
+
+    some = [one for one in results if "depth_curve" in one]
+    names = [*dict.fromkeys(one["row"] for one in some)]
+    figure = Figure(figsize=(9, 0.4 * len(names) + 2.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for one in some:
+        steps, depths = zip(*one["depth_curve"], strict=True)
+        left.plot(steps, depths, color=f"C{names.index(one['row'])}", label=one["row"])
+    left.set_xlabel("step")
+    left.set_ylabel("mean depth in training, loops")
+    left.set_ylim(bottom=0)
+    for number, name in enumerate(names):
+        shares = np.mean([one["shares"] for one in some if one["row"] == name], 0)
+        ends = np.cumsum(shares)
+        for depth, (share, end) in enumerate(zip(shares, ends, strict=True)):
+            shade = 0.9 - 0.75 * depth / max(1, len(shares) - 1)
+            right.barh(number, share, left=end - share, color=str(shade))
+            if share > 0.08:
+                ink = "0" if shade > 0.5 else "1"
+                right.text(
+                    end - share / 2, number, str(depth + 1), color=ink, ha="center", va="center", fontsize=8
+                )
+    right.set_yticks(range(len(names)), names)
+    for label, number in zip(right.get_yticklabels(), range(len(names)), strict=True):
+        label.set_color(f"C{number}")
+    right.invert_yaxis()
+    right.set_xlabel("share of held-out tokens by depth (number: loops)")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _spread(values: np.ndarray) -> float | None:
+    return round(float(values.std(ddof=1)), 4) if len(values) > 1 else None
+
+
+def run_comparison(
+    path: str | Path, output: str | Path, only: str | None = None, progress=None
+) -> dict[str, Any]:
+    """Trains and measures every cell into `output`, one folder each; writes table.json (and of looped models
+    picture.svg) there.
+
+    only: names of cells to run now, with * and ? (another process may run others); the table has all that are done.
+    """
+    plan, output = load_plan(path, Comparison), Path(output)
+    cells = cells_of(plan)
+    results = run_cells(cells, output, only, measure_cell, {"capacities": plan.capacities}, progress)
+    figures = {
+        "against": plan.against,
+        "cells": len(cells),
+        "done": len(results),
+        "rows": table_of(plan, results),
+        "results": results,
+    }
+    (output / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if any("depth_curve" in one for one in results):
+        picture(results, output / "picture.svg")
+    return figures
