@@ -5,18 +5,21 @@
 d = 512, 8 heads, grouped-query attention over 4, feed-forward 1,408, vocabulary 4,096; random weights, levels
 calibrated on random text, so that the realised capacity is what the rule gives, and is reported.
 
-    layer      a skipping layer's prefill of one text of T tokens as a share of the dense layer's: (time of 1 + 6 layers,
-               the 6 routed, minus time of 1) / the same with selection="dense"; asked 0.55 at T >= 512
+    layer      a skipping layer's prefill of one text of T tokens as a share of the dense layer's: (time of 1 + 6
+               layers, the 6 routed, minus time of 1) / the same with selection="dense"; asked 0.55 at T >= 512
     decoding   tokens a second of a whole model of 8 layers, every second one routed, 16 and 64 rows after a context of
                512, beside dense; and its K/V bytes, slots written and slots allocated, by the cache itself
+    int8       seconds of an SDT prior with int8 weights as a share of float32's, by width and number of rows
 
 Times are wall-clock on one thread, the fastest of interleaved runs.
 """
 
 import argparse
+import copy
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -138,10 +141,31 @@ def decoding(kind: str, rows: int, context: int, new: int, repeats: int) -> dict
     return figures
 
 
+def int8(repeats: int) -> dict:
+    """Time of the surprise estimator's net in int8 as a share of float32."""
+    figures: dict = {}
+    for width in (0.0625, 0.25, 0.5):
+        model = build(preset("sdt-tiny", **{**SHAPE, "num_hidden_layers": 2, "prior_width": width}), "causal")
+        prior = model.eval().stack.routers["1"].prior
+        whole = copy.deepcopy(prior)
+        whole.quantise()
+        for rows in (1, 64, 1024):
+            x = torch.randn(rows, SHAPE["hidden_size"])
+
+            def run(net, x=x):
+                for _ in range(20):
+                    net(x)
+
+            seconds = fastest({"float": partial(run, prior), "int8": partial(run, whole)}, 3 * repeats)
+            figures[f"{width}, {rows} rows"] = round(seconds["int8"] / seconds["float"], 3)
+    print("int8", figures, file=sys.stderr, flush=True)
+    return figures
+
+
 @torch.inference_mode()
 def bench(repeats: int) -> dict:
     """The figures."""
-    figures: dict = {}
+    figures: dict = {"int8": int8(repeats)}
     for kind in KINDS:
         figures[kind] = {
             "layer": layer(kind, [512, 1024, 4096], repeats),

@@ -354,3 +354,25 @@ def test_a_pretrained_model_stays_itself(to, tmp_path):
         ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
         wanted = original.generate(ids, max_new_tokens=12, do_sample=False)[0]
         assert json.loads(said)["text"] == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("to", ["looped", "sdt", "stt", "mod"])
+def test_our_own_dense_model_converts(to):
+    """A looped model of one loop, with norms and scales that no pretrained source has."""
+    from tenuto.presets import build, preset
+
+    torch.manual_seed(0)
+    config = preset("looped-tiny", num_loops=1, num_core_layers=2, input_injection="none", num_key_value_heads=2)
+    source = build(config, "causal").double().eval()
+    for weight in source.parameters():
+        weight.data += 0.05 * torch.randn_like(weight)
+    chosen = {"prelude": 2, "coda": 1} if to == "looped" else {"routed": [1, 3]}
+    model = convert(source, to, **chosen)
+    assert model.config.norm_placement == "sandwich" and model.config.scale_embeddings
+    assert difference(source, model, to, 40) < 1e-10
+    if to == "looped":
+        less = convert(source, to, drop=[2])
+        assert less.config.num_hidden_layers == 3
+    halting = build(preset("looped-tiny"), "causal")
+    with pytest.raises(ValueError, match="num_loops=4 cannot be converted"):
+        convert(halting, to)

@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[1]
 PLANS = {
     "matrix": ROOT / "recipes/lm/matrix.yaml",
     "isoflops": ROOT / "recipes/lm/isoflops.yaml",
+    "depth": ROOT / "recipes/algorithmic/depth.yaml",
     "collapse": ROOT / "recipes/lm/collapse.yaml",
     "stories": ROOT / "recipes/routed/stories.yaml",
+    "ablations": ROOT / "recipes/routed/ablations.yaml",
 }
 RECIPES = sorted(set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values()})
 
@@ -170,7 +172,9 @@ def test_every_plan_names_recipes_that_build(monkeypatch):
         (matrix.cells_of(matrix.load_plan(PLANS["matrix"], matrix.Matrix)), 28),
         (isoflops.cells_of(isoflops.load_plan(PLANS["isoflops"], isoflops.Iso)), 20),
         (compare.cells_of(compare.load_plan(PLANS["collapse"], compare.Comparison)), 7),
+        (compare.cells_of(compare.load_plan(PLANS["depth"], compare.Comparison)), 8),
         (compare.cells_of(compare.load_plan(PLANS["stories"], compare.Comparison)), 27),
+        (compare.cells_of(compare.load_plan(PLANS["ablations"], compare.Comparison)), 29),
     ):
         assert len({cell.name for cell in cells}) == len(cells) >= least
 

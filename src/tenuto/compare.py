@@ -7,6 +7,7 @@ architectures made from one pretrained model stand side by side.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from .recipe import Schedule
 
 @dataclass
 class Row:
-    """What distinguishes one model. preset, start, convert: as in a recipe; config, schedule: fields over the base recipe's.
+    """What distinguishes one model. preset, start, convert, learning_rates, lora: as in a recipe, instead of the base
+    recipe's; config, schedule: fields over the base recipe's.
 
     seeds: of this row alone; by default the plan's.
     """
@@ -30,6 +32,8 @@ class Row:
     convert: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, float] = field(default_factory=dict)
+    learning_rates: dict[str, float] | None = None
+    lora: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] | None = None
 
 
@@ -37,7 +41,8 @@ class Row:
 class Comparison:
     """base: the recipe of every row. against: the row that the others are compared with, seed by seed.
 
-    capacities: at which routed models are measured, beside the config's own.
+    capacities: at which routed models are measured, beside the config's own; thresholds: at which halting ones are,
+    beside every fixed depth.
     """
 
     base: str
@@ -45,6 +50,7 @@ class Comparison:
     against: str
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     capacities: list[float] = field(default_factory=list)
+    thresholds: list[float] = field(default_factory=list)
 
 
 def cells_of(plan: Comparison) -> list[Cell]:
@@ -58,30 +64,35 @@ def cells_of(plan: Comparison) -> list[Cell]:
             started.preset, started.start = row.preset, row.start
         if row.convert:
             started.convert = row.convert
+        if row.learning_rates is not None:
+            started.learning_rates = row.learning_rates
+        started.lora = row.lora or started.lora
         unknown = sorted(set(row.schedule) - {one.name for one in fields(Schedule)})
         if unknown:
             raise ValueError(f"Row {name}: schedule has no field {unknown[0]}.")
         started.schedule = replace(started.schedule, **row.schedule)
         for seed in plan.seeds if row.seeds is None else row.seeds:
             labels = {"row": name, "seed": seed}
-            folder = name.replace(", ", "-").replace(" ", "-")
+            folder = re.sub(r"[^\w.]+", "-", name).strip("-")
             cells.append(Cell(f"{folder}-{seed}", labels, varied(started, row.config, seed)))
     return cells
 
 
-def measure_cell(folder: Path, capacities: list[float]) -> dict[str, Any]:
+def measure_cell(folder: Path, capacities: list[float], thresholds: list[float]) -> dict[str, Any]:
     """Held-out figures of a trained cell: by its own rule; of a routed one also by every other rule and capacity, and
     how well its layers' causal routers foretell Top-K; of a looped one its depths, and how they went in training.
     """
     from .evaluate import load
-    from .language import corpus_of, measure, summary
+    from .language import corpus_of, measure, summary, sweep_language
 
     loaded = load(folder)
-    model, corpus = loaded.model, corpus_of(loaded)
+    # problems: those of the trained depths
+    names = [] if loaded.recipe.data.text is not None else ["validation"]
+    model, corpus = loaded.model, corpus_of(loaded, names)
     said = measure(model, corpus)
     figures = summary(corpus, said)
-    kept = ("loss", "bits_per_byte", "macs_per_token", "seconds")
-    result: dict[str, Any] = {name: figures[name] for name in kept}
+    kept = ("loss", "bits_per_byte", "accuracy", "macs_per_token", "seconds")
+    result: dict[str, Any] = {name: figures[name] for name in kept if name in figures}
     routed = getattr(model.config, "routed_layers", None)
     if routed:
         result["rules"] = []
@@ -117,6 +128,9 @@ def measure_cell(folder: Path, capacities: list[float]) -> dict[str, Any]:
             ],
             **collapse(depths, model.config.min_steps, full),
         }
+        if thresholds:
+            knob = sweep_language(folder, thresholds, names, repeats=1)
+            result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
     return result
 
 
@@ -156,10 +170,16 @@ def table_of(plan: Comparison, results: list[dict[str, Any]]) -> list[dict[str, 
             "loss_spread": _spread(loss),
             "minus_against": round(float(gaps.mean()), 4) if len(gaps) else None,
             "minus_against_spread": _spread(gaps),
+            "accuracy": round(float(np.mean([one["accuracy"] for one in some])), 2) if "accuracy" in some[0] else None,
             "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
             "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
         }
         rules = [{(one["selection"], one["capacity"]): one for one in cell.get("rules", [])} for cell in some]
+        saved = [one["best"]["saved_over_fixed"] for one in some if one.get("best")]
+        if saved:
+            # nats against a fixed depth of the same MACs, threshold chosen on other documents
+            line["saved_over_fixed"] = round(float(np.mean(saved)), 4)
+            line["saved_over_fixed_spread"] = _spread(np.array(saved))
         if rules[0]:
             own = next(key for key in rules[0] if key[0] == "threshold")
             top = ("topk", own[1])
@@ -219,7 +239,8 @@ def run_comparison(
     """
     plan, output = load_plan(path, Comparison), Path(output)
     cells = cells_of(plan)
-    results = run_cells(cells, output, only, measure_cell, {"capacities": plan.capacities}, progress)
+    settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}
+    results = run_cells(cells, output, only, measure_cell, settings, progress)
     figures = {
         "against": plan.against,
         "cells": len(cells),

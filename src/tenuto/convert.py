@@ -1,4 +1,4 @@
-"""Pretrained decoders (Llama, Mistral, Qwen2) as tenuto models: the same weights under other names.
+"""Pretrained decoders (Llama, Mistral, Qwen2, our own dense ones) as tenuto models: the same weights, other names.
 
     looped          the first layers are the prelude, the last the coda, the rest the core; neutral: one loop
     sdt, stt, mod   every layer in its place, routers on some; neutral: every token passes every layer ("dense")
@@ -10,15 +10,17 @@ parameter and every parameter its tensor, but for those in `NEW`, which keep the
 from __future__ import annotations
 
 from collections.abc import Iterable
+import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from . import models
+from .models.base import AdaptiveConfig
 from .presets import build
 
 # the config's class, and the call at which the model is its source
@@ -28,11 +30,16 @@ TARGETS = {
     "stt": ("STTConfig", {"selection": "dense"}),
     "mod": ("MoDConfig", {"selection": "dense"}),
 }
-SOURCES = ("llama", "mistral", "qwen2")
+SOURCES = ("llama", "mistral", "qwen2", "tenuto_looped")
+OURS = SOURCES[-1]
 # parameters that no source has
 NEW = ("stack.routers.", "stack.injection.")
 ROPE = ("default", "linear", "llama3", "yarn")
 CHECKED = 512
+# transformers' own fields, which are not of the model; the ids of special tokens are
+_PRETRAINED = {one.name for one in dataclasses.fields(PreTrainedConfig)} - {
+    "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
+}  # fmt: skip
 
 _PLACES = {
     "self_attn.q_proj": "attention.query",
@@ -97,6 +104,8 @@ def fields_of(config) -> dict[str, Any]:
         raise ValueError(
             f"model_type={config.model_type!r} cannot be converted; {', '.join(SOURCES)} can be."
         )
+    if config.model_type == OURS:
+        return _our_fields(config)
     rope = dict(config.rope_parameters)
     partial = rope.get("partial_rotary_factor", 1.0) != 1.0
     refused = {
@@ -138,6 +147,20 @@ def fields_of(config) -> dict[str, Any]:
     }
 
 
+def _our_fields(config) -> dict[str, Any]:
+    """As `fields_of`, of a looped model that runs every layer once."""
+    plain = {"num_loops": 1, "policy": "fixed", "mixer": "attention", "memory_chunk": 0, "loop_scale": False}
+    for field, value in plain.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} cannot be converted: a tenuto source is a plain dense decoder,"
+                f" {field}={value!r}."
+            )
+    shared = {one.name for one in dataclasses.fields(AdaptiveConfig)} - {"is_encoder_decoder"}
+    ours = ("positions", "rope_parameters", "max_position_embeddings", "scale_embeddings")
+    return {name: getattr(config, name) for name in (*sorted(shared - _PRETRAINED), *ours)}
+
+
 def _slides(config) -> bool:
     """Whether some layer's window is shorter than the longest text."""
     window = getattr(config, "sliding_window", None)
@@ -148,8 +171,8 @@ def _slides(config) -> bool:
 def target_config(source, to: str, tied: bool, **chosen):
     """The config of the target `to` for a transformers config, and the block of each layer by name, None if dropped.
 
-    chosen: prelude, coda (1), loops (1), injection ("none") and drop, a list of layers to leave out, of `looped`; routed,
-    a list of layers, of the others.
+    chosen: prelude, coda (1), loops (1), injection ("none") and drop, a list of layers to leave out, of `looped`;
+    routed, a list of layers, of the others.
     """
     if to not in TARGETS:
         raise ValueError(f"There is no target {to!r} to convert to; choose from {', '.join(TARGETS)}.")
@@ -190,10 +213,12 @@ def renamed(name: str, blocks: list[str | None]) -> str | None:
     if module in _TOP:
         return f"{_TOP[module]}.{kind}"
     layer, _, part = module.removeprefix("model.layers.").partition(".")
-    if not layer.isdigit() or int(layer) >= len(blocks) or part not in _PLACES:
+    # a tenuto source has our names already
+    place = _PLACES.get(part) or (part if part.startswith(("attention", "feed_forward")) else None)
+    if not layer.isdigit() or int(layer) >= len(blocks) or place is None:
         return None
     block = blocks[int(layer)]
-    return "" if block is None else f"{block}.{_PLACES[part]}.{kind}"
+    return "" if block is None else f"{block}.{place}.{kind}"
 
 
 @torch.no_grad()
@@ -224,7 +249,18 @@ def tensors_of(source) -> tuple[dict[str, Tensor], bool]:
     """A transformers model's tensors by name, a tied head once, as the embedding; and whether it is tied."""
     tied = source.get_output_embeddings().weight is source.get_input_embeddings().weight
     kept = {name: one for name, one in source.state_dict().items() if not (tied and name == "lm_head.weight")}
-    return kept, tied
+    if source.config.model_type != OURS:
+        return kept, tied
+    names = {place: name for name, place in _TOP.items()}
+    layers = [
+        f"stack.{part}.{i}" for part in ("prelude", "core", "coda") for i in range(len(getattr(source.stack, part)))
+    ]
+    names |= {block: f"model.layers.{number}" for number, block in enumerate(layers)}
+    found = {}
+    for name, one in kept.items():
+        begin = max((place for place in names if name.startswith(f"{place}.")), key=len, default=name)
+        found[names.get(begin, begin) + name[len(begin) :]] = one
+    return found, tied
 
 
 def convert(source, to: str, seed: int = 0, **chosen):

@@ -80,6 +80,8 @@ def parameter_groups(
     groups: dict[tuple[bool, float, bool], list] = {}
     rates, used = rates or {}, set()
     for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
         parts = name.split(".")
         block = len(parts) > 1 and parts[-2] in _MATRICES and parts[-1] == "weight"
         pattern = next((one for one in rates if one in name), None)

@@ -83,9 +83,10 @@ class Recipe:
     that of the checkpoint `start`. head: "classification",
     "text-to-text" (one answer token) or "causal" (text and algorithmic data). start: a checkpoint whose weights to
     begin with (parameters that it lacks must be of halting nets or routers). convert: takes `start` for a pretrained
-    model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any argument of transformers'
-    TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters whose name holds a pattern, as
-    {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts.
+    model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any argument of
+    transformers' TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters whose name
+    holds a pattern, as {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts. lora: PEFT's settings, {r: 16, lora_alpha: 32}:
+    the blocks get adapters, merged at the end, everything else but routers and halting nets stays as it was.
     """
 
     preset: str | None = None
@@ -97,6 +98,7 @@ class Recipe:
     convert: dict[str, Any] = field(default_factory=dict)
     muon_learning_rate: float = 0.0
     learning_rates: dict[str, float] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

@@ -26,6 +26,7 @@ from transformers import (
 
 from . import models  # noqa: F401 - registers the architectures
 from .collapse import collapse
+from .lora import add_lora
 from .models.routed import Routed
 from .optim import MuonAdamW, parameter_groups
 from .presets import build, config_of
@@ -311,6 +312,8 @@ def train(
         start_converted(model, recipe)
     elif recipe.start:
         start_from(model, recipe.start)
+    size = sum(p.numel() for p in model.parameters())
+    tuner = add_lora(model, recipe.lora) if recipe.lora else None
     more = {} if task.collate is None else {"data_collator": task.collate}
     measure = task.measure
 
@@ -342,6 +345,8 @@ def train(
     # wall clock of this call; processor time of all calls, evaluation during training included
     seconds = {"wall": time.time() - wall, "cpu": spent[-1] if spent else 0.0}
     metrics = trainer.evaluate()
+    if tuner is not None:
+        tuner.merge_and_unload()
     trainer.save_model()
     quality = {"validation_loss": metrics["eval_loss"]}
     if "eval_accuracy" in metrics:
@@ -350,7 +355,7 @@ def train(
         **quality,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "resumed": bool(last),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": size,
         "history": [
             {
                 key: row[key]

@@ -27,7 +27,7 @@ from .ledger import Ledger
 from .routing import CAPACITIES, Chosen, LayerRouter, Sight, Verdict, check_rule
 from .rows import Rows
 from .seq2seq import EncoderDecoder
-from .surprise import foreseen_loss
+from .surprise import Prior, foreseen_loss
 
 SCALE = Literal["gate", "straight", "constant", "learned", "none"]
 
@@ -357,6 +357,12 @@ class Routed:
         for name, router in routers.items():
             router.levels.copy_(levels[name])
         self.train(was_training)
+
+    def quantise_priors(self) -> None:
+        """Int8 weights for the nets that foresee residuals, for inference on a CPU; such a model is not to be saved."""
+        for module in [*self.modules()]:
+            if isinstance(module, Prior):
+                module.quantise()
 
     def schedule(self, share: float) -> None:
         """Tells the routers how far training is (0..1): scheduled inverse temperatures follow it."""
