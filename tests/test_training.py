@@ -26,7 +26,10 @@ PLANS = {
     "stories": ROOT / "recipes/routed/stories.yaml",
     "ablations": ROOT / "recipes/routed/ablations.yaml",
 }
-RECIPES = sorted(set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values()})
+# one begins with a model that is not here
+RECIPES = sorted(
+    set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values(), ROOT / "recipes/routed/smollm2.yaml"}
+)
 
 
 @pytest.fixture(scope="module")

@@ -234,9 +234,12 @@ def config_of(recipe, **defaults):
 
     from . import models  # noqa: F401 - registers the architectures
 
-    if not (Path(recipe.start) / "config.json").is_file():
-        raise FileNotFoundError(f"There is no checkpoint {recipe.start} (looked for its config.json).")
-    base = AutoConfig.from_pretrained(recipe.start)
+    folder, file = Path(recipe.start), "config.json"
+    if folder.suffix == ".gguf":
+        folder, file = folder.parent, folder.name
+    if not (folder / file).is_file():
+        raise FileNotFoundError(f"There is no checkpoint {recipe.start} (looked for {folder / file}).")
+    base = AutoConfig.from_pretrained(folder, **({} if file == "config.json" else {"gguf_file": file}))
     if recipe.convert:
         from .convert import target_config
 

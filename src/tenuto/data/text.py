@@ -314,7 +314,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int = 2, sin
 
 
 def load_tokenizer(name_or_path: str):
-    """The tokenizer "byte", or that of a folder or model as AutoTokenizer finds it; ValueError if there is none.
+    """The tokenizer "byte", or that of a folder, a GGUF file or a model as AutoTokenizer finds it; ValueError if none.
 
     One that has no padding pads with its end: rows are full, but a collator asks for it.
     """
@@ -322,8 +322,11 @@ def load_tokenizer(name_or_path: str):
 
     if name_or_path == "byte":
         return byte_tokenizer()
+    place, file = Path(name_or_path), {}
+    if place.suffix == ".gguf":
+        place, file = place.parent, {"gguf_file": place.name}
     try:
-        words = AutoTokenizer.from_pretrained(name_or_path)
+        words = AutoTokenizer.from_pretrained(place if file else name_or_path, **file)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer {name_or_path}; say 'byte' or a folder with one.") from error
     if words.pad_token is None:

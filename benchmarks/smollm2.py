@@ -1,0 +1,94 @@
+"""A pretrained model with routed layers at several capacities: perplexity of a text and BLiMP beside the dense model.
+
+    python benchmarks/smollm2.py SOURCE --text FILE [--to sdt] [--pairs 10] [--json FILE]
+
+SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file), which is converted in memory.
+Levels are calibrated on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the
+model's first token (id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
+"""
+
+import argparse
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tenuto.convert import convert, read
+from tenuto.data.text import Source, read_documents
+from tenuto.harness import evaluate_lm
+from tenuto.results import write_result
+
+WINDOW = 2048
+SETTINGS = ({"selection": "dense"}, {"capacity": 0.9}, {"capacity": 0.75}, {"capacity": 0.5})
+
+
+def open_source(source: str, to: str):
+    """Model and tokenizer."""
+    folder = Path(source)
+    if (folder / "recipe.yaml").is_file():
+        from tenuto.evaluate import load
+
+        loaded = load(folder)
+        return loaded.model, loaded.tokenizer
+    original, tokenizer = read(source)
+    return convert(original, to), tokenizer
+
+
+def calibration_text(tokenizer, tokens: int = 8192) -> torch.Tensor:
+    """[R, 512] ids of the shipped novels' training part."""
+    text, ids = Source(path="prose", blank_lines=True), []
+    for document in read_documents(text, "train"):
+        ids += tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        if len(ids) >= tokens:
+            break
+    return torch.tensor(ids[:tokens]).view(-1, 512)
+
+
+@torch.inference_mode()
+def perplexity(model, ids: torch.Tensor, **knobs) -> tuple[float, float]:
+    """Perplexity of a row, and the share of tokens that the routed layers took."""
+    out = model(ids, use_cache=False, **knobs)
+    loss = F.cross_entropy(out.logits[0, :-1].float(), ids[0, 1:])
+    return math.exp(float(loss)), float(out.executed[..., model.config.routed_layers].float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--to", default="sdt")
+    parser.add_argument("--first", type=int, default=0, help="id of the token that stands before the text")
+    parser.add_argument("--pairs", type=int, default=10, help="of each BLiMP paradigm; 0: no BLiMP")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    start = time.time()
+    model, tokenizer = open_source(options.source, options.to)
+    model.calibrate(input_ids=calibration_text(tokenizer), batch=4)
+    ids = tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([[options.first, *ids[: WINDOW - 1]]])
+    rows = []
+    for knobs in SETTINGS:
+        value, share = perplexity(model, ids, **knobs)
+        row = {**knobs, "realised": round(share, 4), "perplexity": round(value, 3)}
+        if options.pairs:
+            asked = {"capacities": (knobs["capacity"],)} if "capacity" in knobs else knobs
+            said = evaluate_lm(model, tokenizer, ["blimp"], limit=options.pairs, **asked)
+            row["blimp"] = said["rows"][0]["groups"]["blimp"]["accuracy"]
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    figures = {"source": Path(options.source).name, "tokens": ids.shape[1], "rows": rows}
+    if options.json:
+        write_result(
+            options.json, recipe=None, command=shlex.join(["python", *sys.argv]), seed=0,
+            seconds=time.time() - start, figures=figures,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
