@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from reference import activate, normalise
-from reference_causal import keys_of, token_layer
+from reference import activate, feed_forward, normalise
+from reference_causal import keys_of, rope
 from torch import Tensor
 
 from tenuto.models.routing import CAPACITIES
@@ -72,8 +72,24 @@ def run_block(config, block, states: dict[Token, Tensor], members: list[Token]) 
     out = {}
     for one in members:
         keys, values = zip(*(kv[other] for other in members if one.sees(other)), strict=True)
-        out[one] = token_layer(config, block, states[one], torch.tensor(one.place), keys, values)
+        out[one] = one_layer(config, block, states[one], one, torch.stack(keys), torch.stack(values))
     return out
+
+
+def one_layer(config, block, x: Tensor, one: Token, keys: Tensor, values: Tensor) -> Tensor:
+    """A token through a layer; keys and values [K, Hkv, D] of the tokens it reads."""
+    H, D, branch = config.num_attention_heads, config.head_dim, block.attention_branch
+    group, heads = H // config.num_key_value_heads, []
+    q = normalise(branch.before, x) @ block.attention.query.weight[0]
+    q = rope(config, q.view(H, D), torch.tensor(one.place))
+    for h in range(H):
+        weights = (keys[:, h // group] @ q[h] / math.sqrt(D)).softmax(0)
+        heads.append(weights @ values[:, h // group])
+    y = torch.cat(heads) @ block.attention.output.weight[0]
+    x = normalise(branch.after, x + normalise(branch.inner, y))
+    branch = block.feed_forward_branch
+    y, _, _ = feed_forward(block.feed_forward, normalise(branch.before, x), config.activation)
+    return normalise(branch.after, x + normalise(branch.inner, y))
 
 
 def foresee(net, x: Tensor) -> Tensor:
@@ -170,7 +186,7 @@ def walk(
     threshold=None, loss_weights=None, calls=None, **_,
 ) -> Answer:  # fmt: skip
     """`model.training` says whether it is training's algorithm or inference's. selection, capacity and threshold as in
-    a call, numbers or one for each sequence. calls: by token order, the selection of the call it came in."""
+    a call, numbers or one for each sequence. calls: by token order, selection and capacity of the call it came in."""
     config, stack, (B, T) = model.config, model.stack, input_ids.shape
     kind_of_model, training = config.model_type.removeprefix("tenuto_"), model.training
     mask = torch.ones(B, T) if attention_mask is None else attention_mask
@@ -180,8 +196,8 @@ def walk(
     if rule == "topk" and training and getattr(config, "stt_capacity", "") == "variable":
         rule = "gate"
     capacity = config.capacity if capacity is None else capacity
-    shares, limits = ([float(v) for v in torch.as_tensor(-1 if value is None else value).expand(B)]
-                      for value in (capacity, threshold))  # fmt: skip
+    shares, limits = ([float(v) for v in torch.as_tensor(value or 0.0, dtype=torch.float64).expand(B)]
+                      if not torch.is_tensor(value) else value.tolist() for value in (capacity, threshold))  # fmt: skip
 
     x = {one: model.embed_tokens.weight[input_ids[one.b, one.t]] for one in everyone}
     answer, terms, ran, last = Answer(None, None), {}, {one: [] for one in everyone}, None
@@ -267,11 +283,13 @@ def walk(
             else:
                 picked, margin = set(), 1.0
                 for one in sequence:
-                    if calls[one.order] == "dense":
+                    kind, share = calls[one.order]
+                    if kind == "dense":
                         picked.add(one)
                         continue
-                    level = limits[b] if threshold is not None else calibrated(router.levels, shares[b])
-                    who, near = choose(calls[one.order], config, sequence, causal, shares[b], level)
+                    who, near = choose(
+                        kind, config, sequence, causal, share, calibrated(router.levels, share)
+                    )
                     picked, margin = picked | (who & {one}), min(margin, near)
             chosen, answer.closest = chosen | picked, min(answer.closest, margin)
         answer.scores[layer] = causal
@@ -299,7 +317,7 @@ def walk(
                     terms.setdefault("forecast", []).append(sum(wrong) / len(wrong))
             for one in members:
                 scale = 1.0
-                if calls is not None and calls[one.order] == "dense":
+                if calls is not None and calls[one.order][0] == "dense":
                     pass
                 elif config.scale == "gate" and gate is not None:
                     scale = gate[one]

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,27 +21,41 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCa
 
 from tenuto.models import LoopedConfig, LoopedForCausalLM
 from tenuto.models.cache import ChosenLayer
-from tenuto.models.routing import Chosen, top_k
+from tenuto.models.routing import Chosen, LayerRouter, Rule, Sight, Verdict, top_k
 from tenuto.models.rows import Rows
 from tenuto.presets import build, preset
 
 MODELS = ("mod", "sdt", "stt")
-# what decoding goes by: scores, a predictor, a history, the token before, chance
-STATES = ("mod", "mod-predictor", "mod-learned", "sdt", "sdt-straight", "sdt-unexpected", "sdt-random", "stt",
-          "stt-gate", "stt-learned")  # fmt: skip
-# a neutral sequence, one that chooses all of its tokens, one that chooses none
+# what decoding goes by: scores, protected tokens, a history, chance, the token before
+STATES = ("mod", "mod-learned", "sdt", "sdt-unexpected", "sdt-random", "stt", "stt-learned")
+# a sequence that chooses some of its tokens, one that chooses all, one that chooses none
 EACH = torch.tensor([0.4, 1.0, 0.0], dtype=torch.float64)
-DECODING = {
-    "threshold": {"threshold": torch.tensor([0.45, -1.0, 2.0], dtype=torch.float64)},
-    "capacity": {"capacity": EACH},
-    "running": {"selection": "running", "capacity": EACH},
-    "dense": {"selection": "dense"},
-}
 
 cases = pytest.mark.parametrize("case", CASES)
 models = pytest.mark.parametrize("case", MODELS)
+# one for each kind of net and placement
+FLOPS = (
+    *MODELS,
+    "mod-predictor",
+    "mod-constant",
+    "mod-none",
+    "sdt-unexpected",
+    "sdt-sparse",
+    "stt-none",
+    "stt-learned",
+)
 states = pytest.mark.parametrize("case", STATES)
-decoding = pytest.mark.parametrize("rule", DECODING)
+
+
+def decoding(model, rule):
+    """A rule's knobs, one for each of three sequences."""
+    if rule == "threshold":
+        middle = sum(float(router.levels[6]) for router in model.stack.routers.values())
+        return {
+            "threshold": torch.tensor([middle / len(model.stack.routers), -1.0, 2.0], dtype=torch.float64)
+        }
+    return {"capacity": {"capacity": EACH}, "running": {"selection": "running", "capacity": EACH},
+            "dense": {"selection": "dense"}}[rule]  # fmt: skip
 
 
 def chosen_of(out, model):
@@ -99,8 +114,11 @@ def test_training_equals_the_reference(case):
     same_gradients(gradients(model, out.loss), gradients(model, want.loss))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "sdt-random"])
-@pytest.mark.parametrize("rule", ["capacities", "running"])
+@pytest.mark.parametrize(
+    "case,rule",
+    [(case, "capacities") for case in CASES if case != "sdt-random"]
+    + [(case, "running") for case in (*MODELS, "mod-learned", "mod-predictor", "sdt-change", "stt-learned")],
+)
 def test_inference_equals_the_reference(case, rule):
     """The same algorithm, decisions by a level or by the rank among the last scores; the loss is the task's alone."""
     model, data = ready(case).eval(), batch("left" if rule == "running" else "right")
@@ -204,9 +222,10 @@ def test_dense_selection_is_the_plain_decoder(case):
         out, want = model(**data, selection="dense", use_cache=False), plain(**data, use_cache=False)
         assert torch.equal(out.logits, want.logits) and torch.equal(out.loss, want.loss)
         assert out.executed[data["attention_mask"].bool()].all()
-        ids, mask = prompts()
-        logits, _ = decode(model, ids, mask, [6, 1, 3, 2], new_cache(model), selection="dense")
-        close(logits, plain(ids, mask, use_cache=False).logits)
+        if case in MODELS:
+            ids, mask = prompts()
+            logits, _ = decode(model, ids, mask, [6, 1, 3, 2], new_cache(model), selection="dense")
+            close(logits, plain(ids, mask, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("case", ["mod-none", "sdt-random", "stt", "stt-gate"])
@@ -226,9 +245,10 @@ def test_everybody_chosen_is_the_plain_decoder(case, knobs):
 def test_training_with_everybody_chosen_is_the_plain_decoder(case):
     """Capacity 1 and a scale of 1: the task's loss is the dense one; STT trained dense has it at any capacity."""
     model, data = ready(case).train(), batch()
-    want = plain_of(model)(**data)
-    close(model(**data, capacity=1.0).losses["task"], want.losses["task"])
-    apart = abs(float(model(**data, capacity=0.5).losses["task"]) - float(want.losses["task"]))
+    with torch.no_grad():
+        want = plain_of(model)(**data).losses["task"]
+        close(model(**data, capacity=1.0).losses["task"], want)
+        apart = abs(float(model(**data, capacity=0.5).losses["task"] - want))
     assert apart < 1e-10 if case == "stt-dense" else apart > 1e-3
 
 
@@ -236,10 +256,11 @@ def test_training_with_everybody_chosen_is_the_plain_decoder(case):
 
 
 @states
-@decoding
+@pytest.mark.parametrize("rule", ["threshold", "capacity", "running", "dense"])
 def test_decoding_in_pieces_equals_the_full_forward(case, rule):
     """Left padding, pieces of a prompt, single tokens; one sequence chooses all of its tokens, one none."""
-    model, (ids, mask), knobs = ready(case).eval(), prompts(), DECODING[rule]
+    model, (ids, mask) = ready(case).eval(), prompts()
+    knobs = decoding(model, rule)
     with torch.no_grad():
         full = model(ids, mask, use_cache=False, **knobs)
         for sizes in ([5, 1, 1, 3, 2], [12], [6, *[1] * 6]):
@@ -248,12 +269,8 @@ def test_decoding_in_pieces_equals_the_full_forward(case, rule):
             assert torch.equal(executed, full.executed)
     if rule != "dense":
         routed = chosen_of(full, model)
-        shielded = model.config.protected_tokens
-        assert (
-            routed[1].all() or shielded or rule != "running" or case == "sdt-random" or routed[1].sum() >= 20
-        )
-        late = (mask.cumsum(1) - 1) >= shielded
-        assert not routed[2][late[2]].any()
+        late = mask.cumsum(1) > model.config.protected_tokens
+        assert routed[1][mask[1].bool()].all() and not routed[2][late[2]].any()
         assert 0 < routed[0].sum() < 12 * len(model.config.routed_layers)
 
 
@@ -261,7 +278,7 @@ def test_decoding_in_pieces_equals_the_full_forward(case, rule):
 def test_batch_mates_and_padding_change_nothing(case):
     """Each sequence of a batch alone and unpadded, padded on either side, padded further."""
     model = ready(case).eval()
-    for side, longer in (("right", 0), ("left", 0), ("left", 3), ("right", 3)):
+    for side, longer in (("right", 0), ("left", 3)):
         data = batch(side, longer)
         for knobs in ({"capacity": 0.4}, {"selection": "running", "capacity": 0.4}, {"selection": "topk"}):
             with torch.no_grad():
@@ -331,12 +348,11 @@ def test_greedy_and_beams_equal_the_uncached_ones(case):
 def test_each_call_has_its_own_rule_and_the_cache_survives(case):
     """A dense prompt, then a level, then dense, then another level: what routers remember saw every token."""
     model, ids = ready(case).eval(), tokens(3, 9)
-    kinds, sizes = ("dense", "threshold", "dense", "threshold"), [3, 2, 2, 2]
-    knobs = [{"selection": "dense"}, {"capacity": 0.5}, {"selection": "dense"}, {"capacity": 0.5}]
+    each = [{"selection": "dense"}, {"capacity": 0.5}, {"selection": "dense"}, {"capacity": 0.7}]
+    calls = [*[("dense", 0)] * 3, *[("threshold", 0.5)] * 2, *[("dense", 0)] * 2, *[("threshold", 0.7)] * 2]
     with torch.no_grad():
-        logits, executed = decode(model, ids, None, sizes, new_cache(model), each=knobs)
-        calls = [kind for kind, size in zip(kinds, sizes, strict=True) for _ in range(size)]
-        want = walk(model, ids, selection="mixed", capacity=0.5, calls=calls)
+        logits, executed = decode(model, ids, None, [3, 2, 2, 2], new_cache(model), each=each)
+        want = walk(model, ids, selection="mixed", calls=calls)
     assert want.closest > 1e-4
     assert torch.equal(executed, want.executed)
     close(logits, want.logits)
@@ -348,12 +364,12 @@ def test_running_goes_on_from_its_own_scores_or_is_refused(case):
     model, ids = ready(case).eval(), tokens(2, 9)
     running = {"selection": "running", "capacity": 0.4}
     each = [running, {"capacity": 0.5}, {"selection": "dense"}, running]
+    calls = [*[("running", 0.4)] * 3, *[("threshold", 0.5)] * 2, *[("dense", 0)] * 2, *[("running", 0.4)] * 2]
     with torch.no_grad():
         logits, executed = decode(model, ids, None, [3, 2, 2, 2], new_cache(model), each=each)
-        calls = [*["running"] * 3, *["threshold"] * 2, *["dense"] * 2, *["running"] * 2]
-        # one capacity for all in the reference: the levels of 0.5 stand at 0.5
-        want = walk(model, ids, selection="mixed", capacity=0.4, calls=calls[:3])
-        assert torch.equal(executed[:, :3], want.executed)
+        want = walk(model, ids, selection="mixed", calls=calls)
+        assert torch.equal(executed, want.executed)
+        close(logits, want.logits)
         cache = new_cache(model)
         model(ids[:, :3], cache=cache, capacity=0.5)
         with pytest.raises(ValueError, match="goes on from the scores of earlier calls"):
@@ -410,7 +426,7 @@ def test_packed_documents_do_not_see_each_other(case, rule, use_cache):
         out = model(ids, position_ids=PACKED, **knobs)
         for b, row in enumerate(PACKED):
             starts = [*(row == 0).nonzero().flatten().tolist(), 9]
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in pairwise(starts):
                 alone = model(ids[b : b + 1, start:end], **knobs)
                 close(out.logits[b, start:end], alone.logits[0])
                 assert torch.equal(out.executed[b, start:end], alone.executed[0])
@@ -462,21 +478,18 @@ def test_top_k_by_hand():
 
 
 @pytest.mark.parametrize(
-    "capacity", [0.3, torch.tensor([0.3, 0.55]), torch.tensor([0.3, 0.55], dtype=torch.float64)]
+    "capacity", [0.07, 0.55, torch.tensor([0.29]), torch.tensor([0.55], dtype=torch.float64)]
 )
 def test_running_counts_a_share_of_the_window_exactly(capacity):
-    """Falling scores: of a full window of 20 a token is among the highest 0.55 if fewer than 11 are larger."""
-    from tenuto.models.routing import LayerRouter, Rule, Sight, Verdict
-
-    router = LayerRouter(preset("mod-tiny", score_window=20))
-    rows = Rows(None, 2, 20, torch.device("cpu"))
-    scores = torch.linspace(1, 0, 20, dtype=torch.float64).repeat(2)
-    sight = Sight(1, torch.zeros(40, 4), None, rows, rows.position, {}, lambda: None, False, False)
-    chosen = Rule("running", capacity, None).choose(router, Verdict(scores, None), sight).view(2, 20)
-    for b in range(2):
-        c = round(float(torch.as_tensor(capacity).expand(2)[b]), 6)
-        # token t of t + 1 has t larger ones before it
-        assert chosen[b].tolist() == [t * 1000 < round(c * 1000) * (t + 1) for t in range(20)]
+    """In a window of 100 a token is among the highest 0.55 if fewer than 55 are larger, in any precision."""
+    router = LayerRouter(preset("mod-tiny", score_window=100))
+    rows = Rows(None, 1, 100, torch.device("cpu"))
+    limit = round(100 * float(capacity))
+    for larger in (limit - 1, limit, limit + 1):
+        scores = torch.tensor([1.0] * larger + [0.0] * (99 - larger) + [0.5])
+        sight = Sight(1, torch.zeros(100, 4), None, rows, rows.position, {}, lambda: None, False, False)
+        chosen = Rule("running", capacity, None).choose(router, Verdict(scores, None), sight)
+        assert bool(chosen[-1]) == (larger < limit)
 
 
 @pytest.mark.parametrize("case", ["mod", "sdt", "stt"])
@@ -580,7 +593,7 @@ def test_cache_follows_its_sequences(case):
 
 @models
 def test_cropping_where_nothing_is_remembered(case):
-    """MoD under a level: decoding after a crop is decoding afresh. Where a router remembers: refused in one sentence."""
+    """MoD under a level: decoding after a crop is decoding afresh. Where a router remembers: refused."""
     model, ids = ready(case).eval(), tokens(2, 10)
     other = torch.cat([ids[:, :4], tokens(2, 5, seed=8)], 1)
     cache = new_cache(model)
@@ -614,17 +627,18 @@ def test_prompt_lookup_equals_greedy():
 def test_caches_that_cannot_hold_them_are_refused(case):
     """Static, paged, or made without the config: one sentence each."""
     model, ids = ready(case).eval(), tokens(2, 4)
-    with pytest.raises(ValueError, match="need a dynamic cache, not a static or a paged one"):
+    with pytest.raises(ValueError, match="need a dynamic cache, not a static"):
         model(ids, cache=StaticCache(config=model.config, max_cache_len=8))
-    with pytest.raises(ValueError, match="DynamicCache\\(config=model.config\\)"):
+    with pytest.raises(ValueError, match=r"DynamicCache\(config=model\.config\)"):
         model(ids, cache=DynamicCache())
 
 
 # 8. the ledger
 
 
-@cases
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "case,kernel", [*((case, "eager") for case in FLOPS), *((case, "sdpa") for case in MODELS)]
+)
 def test_ledger_equals_flop_counter_on_the_dense_path(case, kernel):
     """2 FLOPs = 1 MAC, to the last one: everybody runs everything; under capacity 1 the routers are asked as well."""
     model, ids = ready(case, dtype=torch.float32).eval(), tokens(3, 6)
@@ -732,8 +746,9 @@ def unreached(model) -> set[str]:
     return {name for name in names if name in dict(model.named_parameters())}
 
 
-@cases
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    "case,fresh", [*((case, False) for case in CASES), *((case, True) for case in MODELS)]
+)
 def test_every_parameter_gets_a_gradient(case, fresh):
     """But for the surprise of a gate that scales nothing, and for the term that `surprise_terms` leaves out."""
     model = ready(case)
@@ -958,10 +973,10 @@ def test_a_sharp_schedule_gives_no_nan():
     model.schedule(1.0)
     with torch.no_grad():
         for router in model.stack.routers.values():
-            router.transition.down.weight.mul_(30)
+            router.transition.down.weight.mul_(1000)
             router.surprise.multiplier.fill_(20.0)
     out = model(**data, capacity=1.0)
-    assert float(out.signs["1.gate"]) < 0.9
+    assert float(out.signs["3.s_ce"]) < 0.9 and float(out.signs["3.s_cu"]) < 0.1
     assert out.loss.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients(model, out.loss).values())
 
@@ -969,24 +984,20 @@ def test_a_sharp_schedule_gives_no_nan():
 # 11. calibration and refusals
 
 
-@pytest.mark.parametrize(
-    "case", ["mod", "mod-predictor", "sdt", "sdt-change", "sdt-random", "stt", "stt-gate"]
-)
+@pytest.mark.parametrize("case", ["mod-predictor", "sdt", "sdt-change", "stt"])
 def test_calibration_realises_the_capacity(case):
     """On the text it saw, layer by layer, within 2 points; in between the levels too; padding left out."""
-    model, ids = ready(case, protected_tokens=0).eval(), tokens(16, 64)
+    model, ids = ready(case).eval(), tokens(8, 48)
     mask = torch.ones_like(ids)
-    mask[::2, :20] = 0
-    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
-        model.calibrate(**inputs)
-        real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-        # the last one lies between two levels
-        for capacity, off in ((0.25, 0.02), (0.5, 0.02), (0.75, 0.02), (0.63, 0.05)):
-            with torch.no_grad():
-                out = model(**inputs, capacity=capacity, use_cache=False)
-            for layer in model.config.routed_layers:
-                share = float(out.executed[..., layer][real].double().mean())
-                assert share == pytest.approx(capacity, abs=off), layer
+    mask[::2, :9] = 0
+    model.calibrate(input_ids=ids, attention_mask=mask)
+    # the last one lies between two levels
+    for capacity, off in ((0.25, 0.02), (0.5, 0.02), (0.75, 0.02), (0.65, 0.05)):
+        with torch.no_grad():
+            out = model(ids, mask, capacity=capacity, use_cache=False)
+        for layer in model.config.routed_layers:
+            share = float(out.executed[..., layer][mask.bool()].double().mean())
+            assert share == pytest.approx(capacity, abs=off), layer
     assert not model.training
     levels = model.stack.routers["1"].levels
     assert (levels[1:] <= levels[:-1]).all()
@@ -998,7 +1009,7 @@ def test_uncalibrated_models_say_so():
         model, ids = make(case, calibrate=False).eval(), tokens(2, 5)
         with torch.no_grad():
             for knobs in ({"threshold": 0.5}, {"selection": "running"}, {"selection": "dense"}, {"capacity": 1.0},
-                          {"capacity": 0.0}, {"selection": "topk"}, {"capacity": torch.tensor([0.0, 1.0])}):  # fmt: skip
+                          {"selection": "topk"}, {"capacity": torch.tensor([0.0, 1.0])}):  # fmt: skip
                 model(ids, use_cache=False, **knobs)
             for knobs in ({}, {"capacity": 0.5}, {"capacity": torch.tensor([1.0, 0.3])}):
                 with pytest.raises(ValueError, match="no calibrated levels yet: run `tenuto calibrate`"):
@@ -1078,13 +1089,13 @@ def test_published_error_router_loss_was_not_in_the_total(case):
     total = torch.autograd.grad(out.loss, [weight for _, weight in mine], retain_graph=True)
     assert all(gradient.any() for gradient in total)
     optimiser = torch.optim.Adam([w for n, w in model.named_parameters() if f".{student}" in n], lr=0.05)
-    before = float(out.losses["router"])
-    for _ in range(30):
+    before = float(out.losses["router"].detach())
+    for _ in range(20):
         optimiser.zero_grad()
         model(**data).losses["router"].backward()
         optimiser.step()
     after = model(**data)
-    assert float(after.losses["router"]) < 0.7 * before
+    assert float(after.losses["router"].detach()) < 0.7 * before
     assert float(after.signs["1.accuracy"]) > float(after.signs["1.majority"]) - 1e-6
 
 
@@ -1180,6 +1191,7 @@ def test_published_error_training_never_ran_the_gated_layer(case):
     gated, data = ready(case).train(), batch()
     dense = ready(case, trains_on="dense").train()
     few, many = (
-        [float(model(**data, capacity=c).losses["task"]) for c in (0.2, 0.9)] for model in (gated, dense)
+        [float(model(**data, capacity=c).losses["task"].detach()) for c in (0.2, 0.9)]
+        for model in (gated, dense)
     )
     assert abs(few[0] - few[1]) > 1e-3 and abs(many[0] - many[1]) < 1e-12

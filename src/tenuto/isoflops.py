@@ -27,13 +27,14 @@ class Iso:
     are made from it: same parameters (one loop), and the unrolled shape (r x C layers: the arithmetic of full depth at
     inference), both on the same tokens; and with the same training arithmetic, by the ledger, both ways: the same
     parameters on more tokens, as many layers as that arithmetic allows on the same tokens. The looped model's own
-    fixed depths are in each of its results. widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads
+    fixed depths are in each of its results. member_seeds: those of a member by name, instead of seeds. widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads
     and feed-forward grow with them) and r, unrolled depth kept; made from `grid_base`, or from `base` without one.
     """
 
     base: str
     grid_base: str | None = None
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    member_seeds: dict[str, list[int]] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=lambda: [1, 2, 4])
     width_seeds: dict[int, list[int]] = field(default_factory=dict)
@@ -65,7 +66,12 @@ def cells_of(plan: Iso) -> list[Cell]:
         members["dense, same training MACs, more layers"] = varied(
             base, {**dense, "num_core_layers": larger}, seed
         )
+        unknown = sorted(set(plan.member_seeds) - set(members))
+        if unknown:
+            raise ValueError(f"member_seeds names {unknown[0]!r}; the members are {', '.join(members)}.")
         for name, recipe in members.items():
+            if seed not in plan.member_seeds.get(name, plan.seeds):
+                continue
             folder = name.replace(", ", "-").replace(" ", "-")
             cells.append(Cell(f"{folder}-{seed}", {"member": name, "seed": seed}, recipe))
     if plan.grid_base is not None:

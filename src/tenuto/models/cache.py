@@ -217,6 +217,8 @@ class ChosenLayer:
     @property
     def bytes_used(self) -> Tensor:
         """[B] bytes of the keys and values written."""
+        if self.keys is None:
+            return torch.zeros(()) if self.used is None else self.used
         return self.used * (2 * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size())
 
 

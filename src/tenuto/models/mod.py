@@ -68,9 +68,8 @@ class MoDRouter(LayerRouter):
         signs = {"gate": gate_N.mean()}
         return Verdict(taught_N.sigmoid(), gate_N, self.scaled(gate_N), taught=taught_N, signs=signs)
 
-    def learn(self, verdict: Verdict, chosen_N: Tensor, sight: Sight) -> None:
-        if sight.training:
-            verdict.teach(chosen_N)
+    def learn(self, verdict: Verdict, chosen_N: Tensor) -> None:
+        verdict.teach(chosen_N)
 
 
 class MoDStack(RoutedDecoderStack):

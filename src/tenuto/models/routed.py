@@ -221,7 +221,11 @@ class RoutedStack(Stack):
                     run.ledger.add("router", every.per_sequence, router.teacher_macs)
             if rule.kind != "dense":
                 executed_N = rule.choose(router, verdict, sight)
-                router.learn(verdict, executed_N, sight)
+                if self.training or rule.kind == "topk":
+                    router.learn(verdict, executed_N)
+                if not self.training:
+                    # what is only watched is no part of the loss
+                    verdict.losses.clear()
             elif verdict is not None:
                 # its cache holds chosen tokens, here all; later calls may choose, and go by what was seen
                 if "score" in sight.past:

@@ -141,8 +141,8 @@ class LayerRouter(nn.Module):
         """The tokens' scores."""
         raise NotImplementedError
 
-    def learn(self, verdict: Verdict, chosen_N: Tensor, sight: Sight) -> None:
-        """Adds the losses, and the signs, that depend on who was chosen."""
+    def learn(self, verdict: Verdict, chosen_N: Tensor) -> None:
+        """Adds the losses, and the signs, that depend on whom the teacher chose."""
 
     def scaled(self, gate_N: Tensor) -> Tensor | None:
         """What a chosen token's change is multiplied with, by the config's `scale`."""
@@ -165,8 +165,8 @@ class LayerRouter(nn.Module):
             levels = self.levels.double()
             if bool(levels.isnan().any()):
                 raise ValueError(
-                    "The layers have no calibrated levels yet: run `tenuto calibrate` or model.calibrate(input_ids), or"
-                    ' give threshold, or selection="running".'
+                    "The layers have no calibrated levels yet: run `tenuto calibrate` or model.calibrate(input_ids=...),"
+                    ' or give threshold, or selection="running".'
                 )
             known = torch.tensor(CAPACITIES, dtype=torch.float64, device=levels.device)
             high = torch.searchsorted(known, wanted.clamp(0, 1)).clamp(min=1)
@@ -197,7 +197,7 @@ class Rule:
             return top_k(scores.masked_fill(shielded, torch.inf), rows, self.capacity) | shielded
         if self.kind == "running":
             recent, grid = self.remember(router, scores, sight)
-            # 0.55 * 20 is a little more than 11
+            # 0.55 * 100 is a little more than 55
             chosen = recent.larger(grid) < rows.value_of(self.capacity) * recent.spans - 1e-6
         elif self.kind == "calibrate":
             level = scores.double().quantile(1 - self.capacity).to(scores.dtype)

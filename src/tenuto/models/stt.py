@@ -125,12 +125,8 @@ class STTRouter(LayerRouter):
             verdict.dense, verdict.passes_dense = y_Nd, config.trains_on == "dense"
             verdict.losses = {"prior": foreseen_loss(residual_Nd, foreseen_Nd), "gate": gate_N.mean()}
 
-    def learn(self, verdict: Verdict, chosen_N: Tensor, sight: Sight) -> None:
-        if sight.training or sight.watch:
-            verdict.teach(chosen_N)
-        if not sight.training:
-            # what is watched is no part of the loss
-            verdict.losses.clear()
+    def learn(self, verdict: Verdict, chosen_N: Tensor) -> None:
+        verdict.teach(chosen_N)
 
 
 class STTStack(RoutedDecoderStack):
