@@ -3,8 +3,8 @@
     python benchmarks/smollm2.py SOURCE --text FILE [--to sdt] [--pairs 10] [--json FILE]
 
 SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file), which is converted in memory.
-Levels are calibrated on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the
-model's first token (id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
+Levels are calibrated on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window,
+the model's first token (id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
 """
 
 import argparse

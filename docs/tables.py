@@ -110,6 +110,63 @@ def tied(name: str) -> str:
     return f"{figures['tokens_per_second_tied_over_dense']:.2f}"
 
 
+def figures_of(name: str) -> dict:
+    """What a result file holds, by its name below results/."""
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())["figures"]
+
+
+def _with(value: float | None, spread: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:{form}}" + ("" if spread is None else f" ± {spread:.4f}")
+
+
+def compare(name: str) -> str:
+    """Rows of `tenuto compare`: means over seeds, ± the standard deviation."""
+    figures = figures_of(name)
+    routed = any("realised" in row for row in figures["rows"])
+    accuracy = any(row.get("accuracy") is not None for row in figures["rows"])
+    saved = any("saved_over_fixed" in row for row in figures["rows"])
+    titles = ["model", "seeds", "parameters", "loss", f"minus {figures['against']}", "MMACs/token"]
+    titles += ["accuracy %"] * accuracy + ["better than fixed depth"] * saved
+    titles += ["capacity realised", "above Top-K %", "K/V %"] * routed
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in figures["rows"]:
+        cells = [
+            row["row"], str(row["seeds"]), f"{row['parameters']:,}",
+            _with(row["loss"], row["loss_spread"], ".4f"),
+            _with(row["minus_against"], row["minus_against_spread"], "+.4f"),
+            f"{row['macs_per_token'] / 1e6:.3f}",
+        ]  # fmt: skip
+        if accuracy:
+            cells.append(f"{row['accuracy']:.2f}")
+        if saved:
+            cells.append(_with(row.get("saved_over_fixed"), row.get("saved_over_fixed_spread"), "+.4f"))
+        if routed and "realised" in row:
+            cells += [
+                f"{row['realised']:.3f}",
+                f"{row['over_topk_percent']:+.2f}",
+                f"{100 * row['kv_share']:.1f}",
+            ]
+        elif routed:
+            cells += ["", "", "100"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def isoflops(name: str) -> str:
+    """The members of `tenuto isoflops`, each against the looped model, seed by seed."""
+    lines = ["| model | seeds | parameters | loss | minus looped | MMACs/token | training CPU s |", "|---" * 7 + "|"]
+    for row in figures_of(name)["members"]:
+        lines.append(
+            f"| {row['member']} | {row['seeds']} | {row['parameters']:,}"
+            f" | {_with(row['loss'], row['loss_spread'], '.4f')}"
+            f" | {_with(row['minus_looped'], row['minus_looped_spread'], '+.4f')}"
+            f" | {row['macs_per_token'] / 1e6:.3f} | {row['train_cpu_seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def lines_of(name: str) -> str:
     """How long a model file is."""
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
@@ -122,6 +179,8 @@ MAKERS = {
     "bench": bench,
     "tied": tied,
     "language": language,
+    "compare": compare,
+    "isoflops": isoflops,
     "lines": lines_of,
 }
 
@@ -135,7 +194,7 @@ def filled(text: str) -> str:
         gap = "\n" if "\n" in made else ""
         return f"<!-- {match['call']} -->{gap}{made}{gap}<!-- end -->"
 
-    return re.sub(r"<!-- (?P<call>\w+(?: [\w-]+)?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (?P<call>\w+(?: [\w/-]+)?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

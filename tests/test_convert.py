@@ -362,7 +362,9 @@ def test_our_own_dense_model_converts(to):
     from tenuto.presets import build, preset
 
     torch.manual_seed(0)
-    config = preset("looped-tiny", num_loops=1, num_core_layers=2, input_injection="none", num_key_value_heads=2)
+    config = preset(
+        "looped-tiny", num_loops=1, num_core_layers=2, input_injection="none", num_key_value_heads=2
+    )
     source = build(config, "causal").double().eval()
     for weight in source.parameters():
         weight.data += 0.05 * torch.randn_like(weight)

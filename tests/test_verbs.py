@@ -102,7 +102,18 @@ def fixed(recipe, tmp_path_factory) -> Path:
 
 
 def test_help_is_light_and_has_examples():
-    verbs = ("train", "evaluate", "sweep", "depths", "experts", "presets", "report", "demo")
+    verbs = (
+        "train",
+        "evaluate",
+        "sweep",
+        "depths",
+        "calibrate",
+        "generate",
+        "experts",
+        "presets",
+        "report",
+        "demo",
+    )
     program = (
         "import contextlib, io, sys\nfrom tenuto.cli import main\n"
         f"for words in ([], *([verb] for verb in {verbs})):\n"

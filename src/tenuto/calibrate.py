@@ -1,16 +1,23 @@
-"""Calibration: the threshold that meets a target on one half of the held-out documents, judged on the other half."""
+"""Calibration: the threshold, or of a routed model the capacity, that meets a target on one half of the held-out
+documents, judged on the other half; and the levels of routed layers, set anew from text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from .evaluate import load
+from .data.text import Packed, Source, read_corpus
+from .evaluate import Loaded, load
 from .language import Corpus, Measured, corpus_of, difference, halves, measure
+
+ASKED = (0.25, 0.5, 0.75, 0.9)
+TOKENS, LENGTH = 25_000, 512  # at most, of text that no recipe names; tokens of a row of it
 
 
 def _rows(corpus: Corpus, rows: np.ndarray) -> Corpus:
@@ -37,6 +44,8 @@ def calibrate(
         raise ValueError("Give one target: --max_loss (max_loss_percent) or --max_steps (max_steps_percent).")
     loaded = load(checkpoint)
     model, config = loaded.model, loaded.model.config
+    if hasattr(config, "routed_layers"):
+        raise ValueError(f"{loaded.folder} routes tokens by capacity: there is no halting threshold to find.")
     if config.policy == "fixed":
         raise ValueError(f"{loaded.folder} has a fixed depth: there is no threshold to find.")
     # problems: those of the trained depths; the tests stay unseen
@@ -72,13 +81,15 @@ def calibrate(
         "saved": save,
     }
     if save:
-        path = loaded.folder / "config.json"
-        settings = json.loads(path.read_text())
-        settings["halt_threshold"] = figures["threshold"]
-        draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(settings, indent=2) + "\n")
-        draft.replace(path)
+        _set_in_config(loaded.folder, halt_threshold=figures["threshold"])
     return figures
+
+
+def _set_in_config(folder: Path, **fields: float) -> None:
+    path = folder / "config.json"
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps({**json.loads(path.read_text()), **fields}, indent=2) + "\n")
+    draft.replace(path)
 
 
 def bisect(allowed: Callable[[float], bool], lowest: bool, rounds: int) -> float:
@@ -94,3 +105,176 @@ def bisect(allowed: Callable[[float], bool], lowest: bool, rounds: int) -> float
         else:
             low = middle
     return high if lowest else low
+
+
+def _open_routed(checkpoint: str | Path) -> Loaded:
+    loaded = load(checkpoint, trained=False)
+    if not hasattr(loaded.model.config, "routed_layers"):
+        raise ValueError(f"{loaded.folder} has no routed layers: there are no levels to set.")
+    return loaded
+
+
+def _held_out(packed: Packed, rows: np.ndarray) -> Corpus:
+    """Rows as a corpus: what a row holds of a document counts as a document of its own."""
+    document = packed.document[rows].astype(np.int64)
+    document = np.where(document < 0, -1, document + np.arange(len(rows))[:, None] * (document.max() + 1))
+    inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "labels": packed.labels}
+    size = {name: packed.bytes_per_token(name) for name in packed.topics}
+    return Corpus(
+        {name: torch.from_numpy(value[rows]).long() for name, value in inputs.items()},
+        document, packed.topic[rows], list(packed.topics), size,
+    )  # fmt: skip
+
+
+def _spread(rows: np.ndarray, most: int) -> np.ndarray:
+    return rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)]
+
+
+def corpora(
+    loaded: Loaded, files: Sequence[str] = (), limit: int | None = None
+) -> tuple[str, Callable[[], None], Corpus]:
+    """Of which text levels are set, what sets them, and the held-out text they are judged on, `limit` rows of it.
+
+    Text: the files, all but the last tenth of each; without any the recipe's training and held-out parts, and without
+    a recipe the shipped novels, at most `TOKENS` tokens. ValueError when there are too few tokens.
+    """
+    model, words, recipe = loaded.model, loaded.tokenizer, loaded.recipe
+    if recipe is not None and not files:
+
+        def set_levels() -> None:
+            from .tasks import task_of
+            from .train import calibrate_on
+
+            calibrate_on(model, task_of(recipe))
+
+        names = [] if recipe.data.text is not None else ["validation"]
+        return "the recipe's training part", set_levels, corpus_of(loaded, names, limit)
+    length = min(LENGTH, model.config.max_position_embeddings)
+    most = max(1, TOKENS // length)
+    if files:
+        packed = read_corpus([Source(one, held_out=0) for one in files], words, length)
+        fit, test = [], []
+        for topic in range(len(packed.topics)):
+            # a row with padding would have its pads scored
+            rows = np.flatnonzero((packed.row_topic == topic) & (packed.document >= 0).all(1))
+            cut = len(rows) - -(-len(rows) // 10)
+            fit, test = [*fit, *rows[:cut]], [*test, *rows[cut:]]
+        if not fit:
+            raise ValueError(
+                f"{', '.join(files)}: {int((packed.document >= 0).sum()):,} tokens are too few; calibration needs two"
+                f" rows of {length}, one to set the levels and one to judge them."
+            )
+        parts = [(packed, np.array(fit)), (packed, np.array(test))]
+        name = ", ".join(files)
+    else:
+        parts = []
+        for part in ("train", "validation"):
+            packed = read_corpus([Source("prose")], words, length, part)
+            parts.append((packed, np.flatnonzero((packed.document >= 0).all(1))))
+        name = "the shipped novels"
+    (train, fit), (held, test) = parts
+    fit, test = _spread(fit, most), _spread(test, most)[:limit]
+
+    def set_levels() -> None:
+        inputs = {"input_ids": train.input_ids[fit], "position_ids": train.position_ids[fit]}
+        model.calibrate(
+            **{key: torch.from_numpy(value).long().to(model.device) for key, value in inputs.items()}
+        )
+
+    return f"{len(fit) * length:,} tokens of {name}", set_levels, _held_out(held, test)
+
+
+def shares_of(model, executed: np.ndarray) -> dict[str, float]:
+    """Share of the tokens that each routed layer took, by its name."""
+    return {str(layer): round(float(executed[:, layer].mean()), 4) for layer in model.config.routed_layers}
+
+
+def set_levels(checkpoint: str | Path, files: Sequence[str] = (), limit: int | None = None) -> dict[str, Any]:
+    """Sets the levels of a routed checkpoint's layers from text (`corpora`) and writes them into its weights.
+
+    rows: for each capacity of `ASKED` what the layers took of held-out text, on average and each; and its loss.
+    """
+    loaded = _open_routed(checkpoint)
+    text, setting, corpus = corpora(loaded, files, limit)
+    setting()
+    write_levels(loaded)
+    rows = []
+    for capacity in ASKED:
+        title, knobs = f"capacity {capacity:g}", {"capacity": capacity, "selection": "threshold"}
+        said = measure(loaded.model, corpus, title, **knobs)
+        layers = shares_of(loaded.model, said.executed)
+        realised = round(float(np.mean(list(layers.values()))), 4)
+        rows.append(
+            {"capacity": capacity, "realised": realised, "layers": layers, "loss": round(said.loss, 4)}
+        )
+    return {
+        "levels_from": text,
+        "held_out_tokens": int((corpus.document >= 0).sum()),
+        "routed_layers": loaded.model.config.routed_layers,
+        "rows": rows,
+    }
+
+
+def write_levels(loaded: Loaded) -> None:
+    """Puts the model's levels into its checkpoint, which is replaced when the new one is whole."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    path = loaded.folder / "model.safetensors"
+    with safe_open(path, "pt") as kept:
+        notes = kept.metadata()
+    levels = {name: one for name, one in loaded.model.state_dict().items() if name.endswith(".levels")}
+    tensors = load_file(path) | {name: one.cpu() for name, one in levels.items()}
+    draft = path.with_suffix(".part")
+    save_file(tensors, draft, notes)
+    draft.replace(path)
+
+
+def calibrate_capacity(
+    checkpoint: str | Path,
+    max_loss_percent: float,
+    files: Sequence[str] = (),
+    limit: int | None = None,
+    rounds: int = 7,
+    save: bool = False,
+) -> dict[str, Any]:
+    """The smallest capacity whose loss stays within `max_loss_percent` of selection="dense"'s: found by bisection on
+    one half of the held-out documents, reported on the other.
+
+    save: writes it into the checkpoint's config as capacity. found: false when at capacity 1 the loss is above as well
+    (gates scale what a layer adds); nothing is saved then.
+    """
+    loaded = _open_routed(checkpoint)
+    model, (_, _, corpus) = loaded.model, corpora(loaded, files, limit)
+    fit, test = (_rows(corpus, rows) for rows in halves(corpus))
+    if not len(fit.labels) or not len(test.labels):
+        raise ValueError(
+            "The held-out part has too few documents to be cut in two; raise validation_rows, or give more --files."
+        )
+    most = measure(model, fit, selection="dense").loss * (1 + max_loss_percent / 100)
+
+    def allowed(capacity: float) -> bool:
+        said = measure(model, fit, f"capacity {capacity:g}", capacity=capacity, selection="threshold")
+        return said.loss <= most
+
+    capacity = bisect(allowed, True, rounds)
+    found = capacity < 1 or allowed(1.0)
+    base = measure(model, test, selection="dense")
+    said = measure(model, test, capacity=capacity, selection="threshold")
+    layers = shares_of(model, said.executed)
+    figures = {
+        "capacity": round(capacity, 4),
+        "target": {"max_loss_percent": max_loss_percent},
+        "found": found,
+        "loss_percent": round(100 * (said.loss / base.loss - 1), 3),
+        **difference(test, said.losses, base.losses),
+        "capacity_realised": round(float(np.mean(list(layers.values()))), 4),
+        "layers": layers,
+        "macs_percent": round(100 * said.macs / base.macs, 2),
+        "kv_percent": round(100 * int(said.row_kv_bytes.sum()) / int(base.row_kv_bytes.sum()), 2),
+        "met": bool(said.loss <= base.loss * (1 + max_loss_percent / 100)),
+        "saved": save and found,
+    }
+    if figures["saved"]:
+        _set_in_config(loaded.folder, capacity=figures["capacity"])
+    return figures

@@ -40,9 +40,18 @@ def _parser() -> ArgumentParser:
         if "sets" in options:
             one.add_argument("--sets", help="such as 7,8 or validation; all test sets when left out")
         if "knobs" in options:
-            one.add_argument("--threshold", type=float, help="halting mass at which a token stops, 0..1")
+            one.add_argument(
+                "--threshold",
+                type=float,
+                help="halting mass at which a token stops, 0..1; of a routed model the score that a layer asks for",
+            )
             one.add_argument("--min_steps", type=int, help="steps that every token runs")
             one.add_argument("--max_steps", type=int, help="steps that no token exceeds")
+        if "knobs" in options or "routing" in options:
+            one.add_argument(
+                "--capacity", type=float, help="of a routed model: share of tokens that its layers take"
+            )
+            one.add_argument("--selection", help=f"of a routed model: {', '.join(verbs.SELECTIONS)}")
         if "result" in options:
             one.add_argument("--result", help="write a result file (JSON) here as well")
         one.add_argument(
@@ -81,6 +90,7 @@ def _parser() -> ArgumentParser:
     one.add_argument("--policy", help="read a language model with another rule: fixed, latent, margin, ...")
     one.add_argument("--tasks", help="of the evaluation harness, for language models: blimp, mmlu")
     one.add_argument("--thresholds", help="of the tasks: the knob, separated by commas")
+    one.add_argument("--capacities", help="of the tasks or files, for routed models, separated by commas")
     one.add_argument("--subjects", help="of mmlu, separated by commas; all when left out")
     one.add_argument("--files", help="text or code to measure the perplexity of, separated by commas")
     one.add_argument("--limit", type=int, help="items of each task")
@@ -97,14 +107,21 @@ def _parser() -> ArgumentParser:
     one.add_argument("--limit", type=int, help="rows of a language model's held-out text")
     one.add_argument("--picture", help="write a picture (.svg, .png) of a language model's depths here")
     one = add(verbs.calibrate, "runs/lm --max_loss 0.5 --save", "checkpoint", "result")
-    one.add_argument("--max_loss", type=float, help="percent above the loss of full depth")
+    one.add_argument(
+        "--max_loss", type=float, help="percent above the loss of full depth, or of the dense model"
+    )
     one.add_argument("--max_steps", type=float, help="percent of full depth's token-steps")
     one.add_argument("--limit", type=int, help="rows of held-out text")
-    one.add_argument("--save", action="store_true", help="write the threshold into the checkpoint's config")
-    one = add(verbs.generate, 'runs/lm --prompt "It was" --threshold 0.5', "checkpoint")
+    one.add_argument(
+        "--save", action="store_true", help="write the threshold, or capacity, into the checkpoint's config"
+    )
+    one.add_argument("--files", help="of a routed model: text to set its levels from, separated by commas")
+    one = add(verbs.generate, 'runs/lm --prompt "It was" --threshold 0.5', "checkpoint", "routing")
     one.add_argument("--prompt", default="", help="the beginning of the text")
     one.add_argument("--tokens", type=int, default=80, help="how many to write")
-    one.add_argument("--threshold", type=float, help="the depth knob of this call, 0..1")
+    one.add_argument(
+        "--threshold", type=float, help="the depth knob of this call, 0..1; of a routed model a score"
+    )
     one.add_argument("--seed", type=int, default=0, help="of the sampling")
     one.add_argument("--greedy", action="store_true", help="take the likeliest token always")
     one.add_argument("--policy", help="read the model with another rule: latent, margin, ...")

@@ -95,13 +95,15 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
     result: dict[str, Any] = {name: figures[name] for name in kept if name in figures}
     routed = getattr(model.config, "routed_layers", None)
     if routed:
-        result["rules"] = []
+        result["rules"], ran = [], {}
         own = model.config.capacity
         asked = [(rule, own) for rule in ("threshold", "running", "topk")] + [("dense", 1.0)]
         asked += [("threshold", one) for one in capacities if one != own]
         for rule, capacity in asked:
             knobs = {"selection": rule} if rule == "dense" else {"selection": rule, "capacity": capacity}
             said = measure(model, corpus, **knobs)
+            if capacity == own:
+                ran[rule] = said.executed
             spare = model.config.num_hidden_layers - len(routed)
             result["rules"].append(
                 {
@@ -115,7 +117,7 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
                     ),
                 }
             )
-        result["routers"] = router_scores(model, corpus)
+        result["routers"] = agreement(model, corpus, ran["threshold"], ran["topk"])
     elif getattr(model.config, "policy", "fixed") != "fixed":
         depths, full = said.depths[said.depths > 0], model.config.num_loops
         history = json.loads((folder / "training.json").read_text())["history"]
@@ -132,6 +134,33 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
             knob = sweep_language(folder, thresholds, names, repeats=1)
             result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
     return result
+
+
+def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) -> dict[str, dict[str, Any]]:
+    """Of each routed layer, how its causal choice [N, L] compares with Top-K's (`top` [N, L]) on the same text.
+
+    alike: share of the tokens decided alike; majority: what the commoner answer alone would reach; f1: of being
+    taken. router, router_majority, router_f1: of the trained router, cut at 0.5, against its teacher (STT, MoD). beats:
+    whether its accuracy, or else `alike`, is above the majority rate.
+    """
+    from .language import measure
+
+    top = measure(model, corpus, selection="topk").executed if top is None else top
+    scores, layers = router_scores(model, corpus), {}
+    for layer in model.config.routed_layers:
+        ours, theirs, own = causal[:, layer], top[:, layer], scores.get(str(layer), {})
+        rate = theirs.mean()
+        row: dict[str, Any] = {
+            "alike": round(float((ours == theirs).mean()), 4),
+            "majority": round(float(max(rate, 1 - rate)), 4),
+            "f1": round(float(2 * (ours & theirs).sum() / max(1, ours.sum() + theirs.sum())), 4),
+        }
+        row["beats"] = row["alike"] > row["majority"]
+        if "accuracy" in own:
+            row |= {"router": own["accuracy"], "router_majority": own["majority"], "router_f1": own["f1"],
+                    "beats": own["accuracy"] > own["majority"]}  # fmt: skip
+        layers[str(layer)] = row
+    return layers
 
 
 def router_scores(model, corpus, batch: int = 16) -> dict[str, dict[str, float]]:
@@ -170,7 +199,9 @@ def table_of(plan: Comparison, results: list[dict[str, Any]]) -> list[dict[str, 
             "loss_spread": _spread(loss),
             "minus_against": round(float(gaps.mean()), 4) if len(gaps) else None,
             "minus_against_spread": _spread(gaps),
-            "accuracy": round(float(np.mean([one["accuracy"] for one in some])), 2) if "accuracy" in some[0] else None,
+            "accuracy": round(float(np.mean([one["accuracy"] for one in some])), 2)
+            if "accuracy" in some[0]
+            else None,
             "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
             "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
         }

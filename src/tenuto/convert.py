@@ -9,8 +9,8 @@ parameter and every parameter its tensor, but for those in `NEW`, which keep the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 import dataclasses
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,9 @@ def tensors_of(source) -> tuple[dict[str, Tensor], bool]:
         return kept, tied
     names = {place: name for name, place in _TOP.items()}
     layers = [
-        f"stack.{part}.{i}" for part in ("prelude", "core", "coda") for i in range(len(getattr(source.stack, part)))
+        f"stack.{part}.{i}"
+        for part in ("prelude", "core", "coda")
+        for i in range(len(getattr(source.stack, part)))
     ]
     names |= {block: f"model.layers.{number}" for number, block in enumerate(layers)}
     found = {}

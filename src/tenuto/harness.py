@@ -47,7 +47,9 @@ def __getattr__(name: str):
 
 @dataclass(frozen=True)
 class Cost:
-    """What one row of tokens cost: the steps and MACs of its tokens, None where the model does not tell them."""
+    """What one row of tokens cost: the steps (loops; of a routed model, layers run) and MACs of its tokens, None where
+    the model does not tell them.
+    """
 
     tokens: int
     steps: int | None
@@ -65,15 +67,27 @@ def cost_figures(costs: Iterable[Cost]) -> dict[str, float | None]:
 
 
 def check_knobs(model, knobs: dict[str, Any]) -> dict[str, Any]:
-    """The knobs that are set; ValueError when the model's forward does not name one of them.
+    """The knobs that are set; ValueError when the model's forward does not name one of them, or its stack has it not.
 
     A stock transformers model would swallow the argument and run as ever.
     """
     knobs = {name: value for name, value in knobs.items() if value is not None}
+    own = getattr(getattr(model, "stack", None), "knobs", None)
     for name in knobs:
+        if own is not None and name not in own:
+            raise ValueError(f"{type(model).__name__} has no knob {name!r}; its knobs are {', '.join(own)}.")
         if name not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} has no knob {name!r}: its forward does not take it.")
     return knobs
+
+
+def realised(model, depth_mean: float | None) -> dict[str, float]:
+    """Of a routed model: the share of the tokens that its routed layers took, given the layers run per token."""
+    routed = getattr(model.config, "routed_layers", None)
+    if not routed or depth_mean is None:
+        return {}
+    spare = model.config.num_hidden_layers - len(routed)
+    return {"capacity_realised": round((depth_mean - spare) / len(routed), 4)}
 
 
 def prefix_token(tokenizer) -> int:
@@ -134,7 +148,8 @@ def _adaptive_lm():
     class AdaptiveLM(HFLM):
         """A loaded causal model as a model of lm-eval, with depth knobs and what each request cost.
 
-        knobs: threshold, min_steps, max_steps, passed to the model's forward where they are not None. title: of the
+        knobs: threshold, min_steps, max_steps, or capacity, threshold, selection of a routed model, passed to the
+        model's forward where they are not None. title: of the
         progress bar on stderr, None for no bar. max_length: tokens of a row, the config's when None; a longer
         request loses its left end. The model is put into evaluation mode. ValueError for a knob that the model
         lacks, or a tokenizer without BOS and EOS.
@@ -393,38 +408,42 @@ def evaluate_lm(
     subjects: Sequence[str] = (),
     max_length: int | None = None,
     log_samples: bool = False,
+    capacities: Sequence[float] = (),
     **knobs,
 ) -> dict[str, Any]:
-    """Accuracy, depth and MACs of a causal model on tasks (`build_tasks` names them), a row for each threshold.
+    """Accuracy, depth and MACs of a causal model on tasks (`build_tasks` names them), a row for each threshold or,
+    where they are given, capacity.
 
     thresholds: None leaves the model's own. limit: the first documents of each task only. knobs: min_steps,
-    max_steps. Of each task and group: accuracy, its standard error and chance level in percent, samples, mean depth
-    of the tokens run, MACs per token run and per sample. None where the model tells no depth or MACs. seconds: of
-    forward passes. truncated: requests cut short at the left because they did not fit. log_samples: lm-eval's
-    record of each sample too, with tokens, depth_mean and macs. ValueError for an unknown task or knob.
+    max_steps, or selection. Of each task and group: accuracy, its standard error and chance level in percent, samples,
+    mean depth (loops, or layers run) of the tokens run, MACs per token run and per sample. None where the model tells
+    no depth or MACs. capacity_realised: of a routed model. seconds: of forward passes. truncated: requests cut short
+    at the left because they did not fit. log_samples: lm-eval's record of each sample too, with tokens, depth_mean and
+    macs. ValueError for an unknown task or knob.
     """
     _need_lm_eval()
     from lm_eval.evaluator import evaluate
 
-    if "threshold" in knobs:
-        raise ValueError(f"Give thresholds=({knobs['threshold']},) in place of threshold.")
+    for one, several in (("threshold", "thresholds"), ("capacity", "capacities")):
+        if one in knobs:
+            raise ValueError(f"Give {several}=({knobs[one]},) in place of {one}.")
+    name, values = ("capacity", capacities) if capacities else ("threshold", thresholds)
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 document, not {limit}.")
-    for threshold in thresholds:
-        check_knobs(model, {**knobs, "threshold": threshold})
+    for value in values:
+        check_knobs(model, {**knobs, name: value})
     training, rows = model.training, []
     with _quiet():
         built, groups = build_tasks(tasks, num_fewshot, subjects)
-        for threshold in thresholds:
-            title = "evaluation" if threshold is None else f"evaluation, threshold {threshold:g}"
+        for value in values:
+            title = "evaluation" if value is None else f"evaluation, {name} {value:g}"
             try:
-                lm = _adaptive_lm()(
-                    model, tokenizer, batch_size, max_length, title, threshold=threshold, **knobs
-                )
+                lm = _adaptive_lm()(model, tokenizer, batch_size, max_length, title, **{name: value}, **knobs)
                 said = evaluate(lm, {"tasks": built, "groups": groups}, limit=limit, log_samples=log_samples)
             finally:
                 model.train(training)
-            rows.append({"threshold": threshold, **_figures(lm, said, built, groups)})
+            row = _figures(lm, said, built, groups)
+            rows.append({name: value, **realised(model, row["depth_mean"]), **row})
     return {
         "tasks": list(tasks),
         "limit": limit,
@@ -534,9 +553,10 @@ def perplexity(
 
     length: tokens that the model reads at once, its config's max_position_embeddings when None. stride: tokens that a
     window scores, half of length when None; at that, a token is predicted from length / 2 tokens or more, or from all
-    before it. The BOS token stands first. knobs: threshold, min_steps, max_steps. depth_mean and macs_per_token are of
-    the tokens run, which overlapping windows run again. Errors as `read_texts`; ValueError for a stride longer than
-    length, a knob that the model lacks, or when no file has text.
+    before it. The BOS token stands first. knobs: threshold, min_steps, max_steps, or of a routed model
+    capacity, threshold, selection. depth_mean (loops, or layers run) and macs_per_token are of the tokens run, which
+    overlapping windows run again. Errors as `read_texts`; ValueError for a stride longer than length, a knob that the
+    model lacks, or when no file has text.
     """
     knobs = check_knobs(model, knobs)
     length = length or getattr(model.config, "max_position_embeddings", None)
@@ -579,6 +599,7 @@ def perplexity(
         "knobs": knobs,
         "tokens_run": cost["tokens"],
         "depth_mean": cost["depth_mean"],
+        **realised(model, cost["depth_mean"]),
         "macs_per_token": None if cost["macs"] is None else cost["macs"] // cost["tokens"],
         "seconds": round(seconds, 3),
     }

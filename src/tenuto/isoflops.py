@@ -23,12 +23,13 @@ from .matrix import Cell, language_recipe, ledger_macs, load_plan, measure_loope
 class Iso:
     """What is compared.
 
-    base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison. The dense models
-    are made from it: same parameters (one loop), and the unrolled shape (r x C layers: the arithmetic of full depth at
-    inference), both on the same tokens; and with the same training arithmetic, by the ledger, both ways: the same
-    parameters on more tokens, as many layers as that arithmetic allows on the same tokens. The looped model's own
-    fixed depths are in each of its results. member_seeds: those of a member by name, instead of seeds. widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads
-    and feed-forward grow with them) and r, unrolled depth kept; made from `grid_base`, or from `base` without one.
+    base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison; member_seeds:
+    those of a member, by its name, instead. The dense models are made from the base: same parameters (one loop),
+    and the unrolled shape (r x C layers: the arithmetic of full depth at inference), both on the same tokens; and
+    with the same training arithmetic, by the ledger, both ways: the same parameters on more tokens, as many layers
+    as that arithmetic allows on the same tokens. The looped model's own fixed depths are in each of its results.
+    widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads and feed-forward grow with them) and
+    r, unrolled depth kept; made from `grid_base`, or from `base` without one.
     """
 
     base: str

@@ -28,7 +28,7 @@ class Measured:
     losses [R, T]: nats of the token at each place, as predicted from the one before; nan where nothing predicts it.
     depths [R, T]: loops that the token at each place ran; 0 at padding. right [R, T]: whether it was the first
     choice. row_macs, row_kv_bytes [R]: multiply-accumulates, and bytes of keys and values, of each row. seconds: of the
-    forward passes.
+    forward passes. executed [N, L]: which layers each of the N tokens (no padding, row by row) ran; None where all did.
     """
 
     losses: np.ndarray
@@ -37,6 +37,7 @@ class Measured:
     row_macs: np.ndarray
     row_kv_bytes: np.ndarray
     seconds: float
+    executed: np.ndarray | None = None
 
     @property
     def macs(self) -> int:
@@ -115,6 +116,7 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
     losses = np.full((rows, length), np.nan, np.float32)
     depths, right = np.zeros((rows, length), np.int16), np.zeros((rows, length), bool)
     row_macs, row_kv_bytes, seconds = np.zeros(rows, np.int64), np.zeros(rows, np.int64), 0.0
+    ran: list[np.ndarray] = []
     bar = Console(stderr=True)
     hidden = progress is None or not bar.is_terminal
     for start in track(range(0, rows, batch), progress or "", console=bar, transient=True, disable=hidden):
@@ -141,7 +143,10 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
         losses[place] = one.cpu().numpy()
         right[place] = (out.logits[:, :-1].argmax(-1) == targets).cpu().numpy()
         depths[start : start + batch, : labels.shape[1]] = out.depths.cpu().numpy()
-    return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds)
+        if out.executed is not None:
+            ran.append(out.executed[out.depths > 0].cpu().numpy())
+    executed = np.concatenate(ran) if ran else None
+    return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds, executed)
 
 
 def _now(device: torch.device) -> float:

@@ -85,8 +85,8 @@ class Recipe:
     begin with (parameters that it lacks must be of halting nets or routers). convert: takes `start` for a pretrained
     model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any argument of
     transformers' TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters whose name
-    holds a pattern, as {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts. lora: PEFT's settings, {r: 16, lora_alpha: 32}:
-    the blocks get adapters, merged at the end, everything else but routers and halting nets stays as it was.
+    holds a pattern, as {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts. lora: PEFT's settings,
+    {r: 16, lora_alpha: 32}: the blocks get adapters, merged at the end, all else but routers and halting nets stays.
     """
 
     preset: str | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PRINT_CONFIG = "--print_config"
+SELECTIONS = ("threshold", "running", "topk", "dense")  # models/routing.py
 _CONVERT = {"to": "looped, sdt, stt or mod", "output": "the folder for the converted model"}
 _TEXT = ("paper", "most specific tokens (PMI, nats)")  # columns of words
 
@@ -69,14 +70,62 @@ def _sets(options) -> list[str]:
     return [name for name in (options.sets or "").split(",") if name]
 
 
+def _settings(checkpoint: str) -> dict[str, Any]:
+    """What a checkpoint's config.json says; {} where there is none."""
+    config = Path(checkpoint) / "config.json"
+    return json.loads(config.read_text()) if config.is_file() else {}
+
+
+def _is_routed(checkpoint: str) -> bool:
+    """Whether a checkpoint's layers take some of the tokens (mod, sdt, stt)."""
+    return "routed_layers" in _settings(checkpoint)
+
+
+def _given(options, *names: str) -> dict[str, Any]:
+    chosen = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _refuse(options, names: Sequence[str]) -> None:
+    """Refuses those of the flags that have nothing to set for this checkpoint."""
+    routed = _is_routed(options.checkpoint)
+    if (idle := list(_given(options, *names))) and _settings(options.checkpoint):
+        kind = "routes tokens by capacity" if routed else "has no routed layers"
+        own = ("capacity", "selection", "threshold") if routed else ("threshold", "min_steps", "max_steps")
+        raise ValueError(
+            f"{options.checkpoint} {kind}, so --{idle[0]} has nothing to set; its knobs are"
+            f" {', '.join(f'--{name}' for name in own)}."
+        )
+
+
+def _depth_knobs(options) -> dict[str, Any]:
+    """The knobs that were given, those of looped models or of routed ones; refused where they are the other's."""
+    if not _is_routed(options.checkpoint):
+        _refuse(options, ("capacity", "selection", "capacities"))
+        return _given(options, "threshold", "min_steps", "max_steps")
+    _refuse(options, ("max_steps", "min_steps", "policy", "thresholds"))
+    chosen = _given(options, "capacity", "selection", "threshold")
+    if "capacity" in chosen:
+        _in_unit([chosen["capacity"]], "capacity", "a share of the tokens")
+    if chosen.get("selection", "dense") not in SELECTIONS:
+        raise ValueError(f"--selection {chosen['selection']} is none of {', '.join(SELECTIONS)}.")
+    if "threshold" in chosen and (
+        "capacity" in chosen or chosen.get("selection", "threshold") != "threshold"
+    ):
+        raise ValueError(
+            "--threshold is a raw level of the scores, in place of --capacity and for --selection threshold alone:"
+            " leave one of them out."
+        )
+    return chosen
+
+
 def _knobs(options) -> dict[str, Any]:
     """The depth knobs that were given; refused for a checkpoint whose tokens all run every step."""
-    chosen = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen, settings = _depth_knobs(options), _settings(options.checkpoint)
+    if "routed_layers" in settings:
+        return chosen
     if "threshold" in chosen:
         _in_unit([chosen["threshold"]])
-    config = Path(options.checkpoint) / "config.json"
-    settings = json.loads(config.read_text()) if config.is_file() else {}
     if settings.get("policy", "fixed") == "fixed":
         # a loop of fixed depth can still be cut short or run longer
         useless = [name for name in chosen if name != "max_steps" or "num_loops" not in settings]
@@ -88,11 +137,17 @@ def _knobs(options) -> dict[str, Any]:
     return chosen
 
 
+def _realised(settings: dict[str, Any], layers: float) -> float:
+    """Share of the tokens that the routed layers took, given the layers run per token."""
+    routed = len(settings["routed_layers"])
+    return round((layers - settings["num_hidden_layers"] + routed) / routed, 4)
+
+
 def _is_language(checkpoint: str) -> bool:
     """Whether a folder holds a causal language model of `tenuto train` or `tenuto convert`."""
-    recipe, config = (Path(checkpoint) / name for name in ("recipe.yaml", "config.json"))
+    recipe = Path(checkpoint) / "recipe.yaml"
     if not recipe.is_file():
-        made = json.loads(config.read_text()) if config.is_file() else {}
+        made = _settings(checkpoint)
         causal = any(name.endswith("ForCausalLM") for name in made.get("architectures") or ())
         return causal and made.get("model_type", "").startswith("tenuto")
     import yaml
@@ -219,8 +274,9 @@ def evaluate(options) -> Any:
             )
             for name in figures["accuracy"]
         ]
-        columns = ("set", "pairs", "accuracy %", "always # %", "steps/token", "MMACs/pair", "seconds")
-        table(f"{options.checkpoint}: {figures['full_depth']} steps at most", columns, rows)
+        unit = "layers" if _is_routed(options.checkpoint) else "steps"
+        columns = ("set", "pairs", "accuracy %", "always # %", f"{unit}/token", "MMACs/pair", "seconds")
+        table(f"{options.checkpoint}: {figures['full_depth']} {unit} at most", columns, rows)
         for name, parts in figures.get("errors", {}).items():
             for key in ("relation", "operators", "depth", "negation"):
                 lines = [
@@ -233,16 +289,26 @@ def evaluate(options) -> Any:
 
 
 def _evaluate_language(options) -> Any:
-    knobs = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
-    knobs = {name: value for name, value in knobs.items() if value is not None}
+    knobs, settings = _depth_knobs(options), _settings(options.checkpoint)
+    routed = "routed_layers" in settings
+    knob, several = ("capacity", "capacities") if routed else ("threshold", "thresholds")
     if options.tasks and options.files:
         raise UsageError("--tasks and --files are two measurements; give one of them.")
-    if options.tasks and "threshold" in knobs:
-        raise UsageError("--threshold: the tasks take --thresholds, one or several.")
+    if options.tasks and {"threshold", "capacity"} & set(knobs):
+        raise UsageError(f"--{knob}: the tasks take --{several}, one or several.")
     if not options.tasks:
-        idle = [name for name in ("limit", "subjects", "thresholds") if getattr(options, name)]
+        idle = list(_given(options, "limit", "subjects", "thresholds"))
         if idle:
             raise UsageError(f"--{idle[0]} goes with --tasks.")
+    if options.capacities and not (options.tasks or options.files):
+        raise UsageError(
+            "--capacities goes with --tasks or --files; without them `tenuto sweep` turns the knob."
+        )
+    if options.capacities and {"threshold", "capacity"} & set(knobs):
+        raise UsageError("--capacities is several of --capacity; give one of them.")
+    values = _numbers(getattr(options, several)) if getattr(options, several) else ()
+    if routed:
+        _in_unit(values, "capacity", "a share of the tokens")
     _quieten()
     start = time.time()
     if options.tasks or options.files:
@@ -251,16 +317,21 @@ def _evaluate_language(options) -> Any:
 
         loaded = load(options.checkpoint, options.policy, trained=False)
         if options.files:
-            figures = perplexity(loaded.model, loaded.tokenizer, options.files.split(","), **knobs)
+            one = (loaded.model, loaded.tokenizer, options.files.split(","))
+            if values:
+                rows = [{knob: value, **perplexity(*one, **knobs, capacity=value)} for value in values]
+                figures = {"rows": rows}
+            else:
+                figures = perplexity(*one, **knobs)
         else:
             subjects = [name for name in (options.subjects or "").split(",") if name]
             figures = evaluate_lm(
                 loaded.model,
                 loaded.tokenizer,
                 options.tasks.split(","),
-                thresholds=_numbers(options.thresholds) if options.thresholds else (None,),
                 limit=options.limit,
                 subjects=subjects,
+                **({several: values} if values else {}),
                 **knobs,
             )
         _write_for_checkpoint(options, time.time() - start, figures)
@@ -268,21 +339,31 @@ def _evaluate_language(options) -> Any:
     from .language import evaluate_language
 
     figures = evaluate_language(options.checkpoint, _sets(options), options.policy, **knobs)
+    if routed:
+        figures |= {"routed_layers": settings["routed_layers"], "knobs": knobs}
+        for row in (figures, *figures["by_group"].values()):
+            row["capacity_realised"] = _realised(settings, row["mean_depth"])
     _write_for_checkpoint(options, time.time() - start, figures)
 
     def show() -> None:
         measure = "accuracy" if "accuracy" in figures else "bits_per_byte"
         rows = [
-            (name, f"{row['loss']:.4f}", f"{row[measure]:.3f}", f"{row['mean_depth']:.2f}")
+            (name, f"{row['loss']:.4f}", f"{row[measure]:.3f}", f"{row['mean_depth']:.2f}",
+             *([f"{row['capacity_realised']:.3f}"] if routed else []))
             for name, row in figures["by_group"].items()
-        ]
+        ]  # fmt: skip
         notes = [
             f"all: loss {figures['loss']:.4f}, {figures['macs_per_token'] / 1e6:.2f} MMACs per token,"
             f" {figures['seconds']:.1f} s, {figures['tokens']:,} tokens"
         ]
         unit = "accuracy %" if measure == "accuracy" else "bits/byte"
         title = f"{options.checkpoint}: {figures['full_depth']} loops at most"
-        table(title, ("set", "loss (nats)", unit, "loops/token"), rows, notes)
+        columns = ("set", "loss (nats)", unit, "loops/token")
+        if routed:
+            title = f"{options.checkpoint}: {figures['full_depth']} layers"
+            notes[0] += f"; routed layers {settings['routed_layers']}"
+            columns = (*columns[:-1], "layers/token", "realised capacity")
+        table(title, columns, rows, notes)
 
     return figures, show
 
@@ -393,7 +474,7 @@ def knob_table(figures: dict[str, Any], name: str) -> None:
 def depths(options) -> Any:
     """Steps per token by operator count and kind of token; of a language model, by topic, kind, frequency, position."""
     if _is_language(options.checkpoint):
-        return _depths_language(options)
+        return _depths_routed(options) if _is_routed(options.checkpoint) else _depths_language(options)
     knobs = _knobs(options)
     _quieten()
     from .depths import depths as run
@@ -420,9 +501,34 @@ def depths(options) -> Any:
     return figures, show
 
 
+def _depths_routed(options) -> Any:
+    knobs = _depth_knobs(options)
+    if options.rules or options.picture:
+        raise UsageError(
+            f"--{'rules' if options.rules else 'picture'} is for looped models; see `tenuto report` for a routed one."
+        )
+    _quieten()
+    from .routed_page import PARTS, executed_of
+
+    start = time.time()
+    figures = executed_of(options.checkpoint, options.limit, **knobs)
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        for part, title in PARTS.items():
+            rows = [
+                (name, f"{row['tokens']:,}", "{:.3f} [{:.3f}, {:.3f}]".format(row["mean"], *row["interval"]),
+                 f"{row['effect']:+.2f}" if "effect" in row else "")
+                for name, row in figures[part].items()
+            ]  # fmt: skip
+            columns = ("", "tokens", "share of the routed layers run [95%]", "effect (d)")
+            table(f"\n{title}", columns, rows, [figures["says"][part]])
+
+    return figures, show
+
+
 def _depths_language(options) -> Any:
-    knobs = {name: getattr(options, name) for name in ("threshold", "min_steps", "max_steps")}
-    knobs = {name: value for name, value in knobs.items() if value is not None}
+    knobs = _depth_knobs(options)
     _quieten()
     from .text_depths import picture, text_depths
 
@@ -487,11 +593,14 @@ def _depths_language(options) -> Any:
 
 
 def calibrate(options) -> Any:
-    """Find the threshold that meets a target of loss or of steps, on held-out text."""
+    """Find the knob that meets a target on held-out text; of a routed model, set the levels of its layers first."""
     if not _is_language(options.checkpoint):
         raise ValueError(
             f"{options.checkpoint} is not a language model of `tenuto train`; calibrate needs one."
         )
+    if _is_routed(options.checkpoint):
+        return _calibrate_routed(options)
+    _refuse(options, ("files",))
     _quieten()
     from .calibrate import calibrate as run
 
@@ -510,32 +619,81 @@ def calibrate(options) -> Any:
     return figures, show
 
 
+def _calibrate_routed(options) -> Any:
+    _refuse(options, ("max_steps",))
+    if options.save and options.max_loss is None:
+        raise UsageError("--save goes with --max_loss: levels are written always.")
+    _quieten()
+    from .calibrate import calibrate_capacity, set_levels
+
+    start, files = time.time(), [name for name in (options.files or "").split(",") if name]
+    if options.max_loss is None:
+        figures = set_levels(options.checkpoint, files, options.limit)
+    else:
+        figures = calibrate_capacity(
+            options.checkpoint, options.max_loss, files, options.limit, save=options.save
+        )
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show_levels() -> None:
+        columns = ("layer", *(f"asked {row['capacity']:g}" for row in figures["rows"]))
+        rows = [
+            (layer, *(f"{row['layers'][str(layer)]:.3f}" for row in figures["rows"]))
+            for layer in figures["routed_layers"]
+        ]
+        rows += [
+            (name, *(format(row[key], form) for row in figures["rows"]))
+            for name, key, form in (("all", "realised", ".3f"), ("loss (nats)", "loss", ".4f"))
+        ]
+        notes = [f"levels set on {figures['levels_from']} and written; judged on {figures['held_out_tokens']:,}"
+                 " held-out tokens."]  # fmt: skip
+        table(f"{options.checkpoint}: share of the tokens taken, by layer", columns, rows, notes)
+
+    def show_capacity() -> None:
+        if not figures["found"]:
+            print(
+                f"No capacity keeps the loss within {options.max_loss:g}% of the dense model's: at 1 it is"
+                f" {figures['loss_percent']:+.2f}% on the other half of the documents. Nothing is saved."
+            )
+            return
+        print(
+            f"capacity {figures['capacity']:g}: on the other half of the documents the layers take"
+            f" {100 * figures['capacity_realised']:.1f}% of the tokens, {figures['macs_percent']:.1f}% of the MACs,"
+            f" {figures['kv_percent']:.1f}% of the K/V bytes, loss {figures['loss_percent']:+.2f}% of the dense model's"
+            f" ({'met' if figures['met'] else 'not met there'})."
+            + (" Written into the checkpoint's config." if figures["saved"] else "")
+        )
+
+    return figures, show_levels if options.max_loss is None else show_capacity
+
+
 def generate(options) -> Any:
-    """Go on with a text; every token on the colour of the loops it ran."""
+    """Go on with a text; every token on the colour of the loops, or layers, it ran."""
+    if not _is_language(options.checkpoint):
+        raise ValueError(
+            f"{options.checkpoint} is not a language model of `tenuto train` or `tenuto convert`; generate needs one."
+        )
+    knobs = _depth_knobs(options)
     _quieten()
     from dataclasses import asdict
 
     from .evaluate import load
     from .written import coloured, legend, write
 
-    if not _is_language(options.checkpoint):
-        raise ValueError(
-            f"{options.checkpoint} is not a language model of `tenuto train` or `tenuto convert`; generate needs one."
-        )
     loaded = load(options.checkpoint, options.policy, trained=False)
     seed = None if options.greedy else options.seed
-    said = write(loaded.model, loaded.tokenizer, options.prompt, options.tokens, options.threshold, seed)
+    said = write(loaded.model, loaded.tokenizer, options.prompt, options.tokens, seed=seed, **knobs)
 
     def show() -> None:
         from rich.console import Console
 
         console = Console(highlight=False)
         if console.is_terminal:
-            console.print(legend(said.full))
+            console.print(legend(said.full, said.unit, said.floor))
             console.print(coloured(said))
         else:
             print("".join(said.tokens))
-        print(f"{said.mean_depth:.2f} of {said.full} loops per token at threshold {said.threshold:g}")
+        print(f"{said.mean_depth:.2f} of {said.full} {said.unit} per token at {said.setting}")
 
     return {**asdict(said), "text": "".join(said.tokens), "mean_depth": round(said.mean_depth, 3)}, show
 
@@ -755,12 +913,16 @@ def report(options) -> Any:
     """One self-contained HTML page about a checkpoint."""
     _quieten()
     if _is_language(options.checkpoint):
-        from .language_page import language_page, measure_language
-
-        figures = measure_language(options.checkpoint, options.limit)
+        if _is_routed(options.checkpoint):
+            from .routed_page import measure_routed as run
+            from .routed_page import routed_page as page
+        else:
+            from .language_page import language_page as page
+            from .language_page import measure_language as run
+        figures = run(options.checkpoint, options.limit)
         path = Path(options.output or Path(options.checkpoint) / "report.html")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(language_page(figures), encoding="utf-8")
+        path.write_text(page(figures), encoding="utf-8")
         return {"report": str(path), **figures}, lambda: print(f"The report is {path}.")
     from .report import measure, write_report
 

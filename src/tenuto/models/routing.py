@@ -165,7 +165,7 @@ class LayerRouter(nn.Module):
             levels = self.levels.double()
             if bool(levels.isnan().any()):
                 raise ValueError(
-                    "The layers have no calibrated levels yet: run `tenuto calibrate` or model.calibrate(input_ids=...),"
+                    "The layers have no calibrated levels yet: run `tenuto calibrate` or model.calibrate(input_ids=x),"
                     ' or give threshold, or selection="running".'
                 )
             known = torch.tensor(CAPACITIES, dtype=torch.float64, device=levels.device)
