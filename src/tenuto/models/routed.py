@@ -341,7 +341,7 @@ class Routed:
         }
 
     @torch.no_grad()
-    def calibrate(self, batch: int = 16, **inputs: Tensor) -> None:
+    def calibrate(self, *, batch: int = 16, **inputs: Tensor) -> None:
         """Sets the layers' levels from a forward's inputs [R, ...]: at each capacity of `CAPACITIES`, the score that
         this share of the tokens reaches, layer by layer, the earlier layers choosing at that capacity too; the mean
         over batches.
