@@ -8,7 +8,8 @@ calibrated on random text, so that the realised capacity is what the rule gives,
     layer      a skipping layer's prefill of one text of T tokens as a share of the dense layer's, router included: the
                layer's own part of a forward, timed between two layers; asked 0.55 at T >= 512
     decoding   tokens a second of a whole model of 8 layers, every second one routed, 1, 16 and 64 rows after a context
-               of 256, beside dense; and its K/V bytes, slots written and slots allocated, by the cache itself
+               of 256, beside the same model without routed layers; and its K/V bytes, slots written and slots
+               allocated, by the cache itself
     int8       seconds of an SDT prior with int8 weights as a share of float32's, by width and number of rows
 
 Times are wall-clock on one thread, the fastest of interleaved runs.
@@ -92,13 +93,13 @@ def layer(kind: str, lengths: list[int], repeats: int) -> dict:
     return figures
 
 
-def decode(model, ids: torch.Tensor, context: int, **knobs) -> tuple[float, DynamicCache]:
+def decode(model, ids: torch.Tensor, context: int) -> tuple[float, DynamicCache]:
     """Seconds of decoding ids[:, context:] one by one, and the cache."""
     cache = DynamicCache(config=model.config)
-    model(ids[:, :context], cache=cache, logits_to_keep=1, **knobs)
+    model(ids[:, :context], cache=cache, logits_to_keep=1)
     start = time.perf_counter()
     for place in range(context, ids.shape[1]):
-        model(ids[:, place : place + 1], cache=cache, **knobs)
+        model(ids[:, place : place + 1], cache=cache)
     return time.perf_counter() - start, cache
 
 
@@ -118,13 +119,14 @@ def slots(cache: DynamicCache, rows: int) -> tuple[int, int]:
 
 def decoding(kind: str, rows: int, context: int, new: int, repeats: int) -> dict:
     """Tokens a second and bytes of a whole model, beside dense."""
-    model = model_of(kind, 8, [1, 3, 5, 7])
+    models = {"routed": model_of(kind, 8, [1, 3, 5, 7]), "dense": model_of(kind, 8, [])}
+    model = models["routed"]
     ids = torch.randint(3, 4096, (rows, context + new))
     best: dict[str, float] = {}
     caches = {}
     for _ in range(repeats):
-        for name, knobs in (("routed", {}), ("dense", {"selection": "dense"})):
-            seconds, caches[name] = decode(model, ids, context, **knobs)
+        for name, one in models.items():
+            seconds, caches[name] = decode(one, ids, context)
             best[name] = min(best.get(name, seconds), seconds)
     written, allocated = (
         [slots(caches[name], rows)[place] for name in ("routed", "dense")] for place in (0, 1)

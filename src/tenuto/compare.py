@@ -29,11 +29,11 @@ class Row:
 
     preset: str | None = None
     start: str | None = None
-    convert: dict[str, Any] = field(default_factory=dict)
+    convert: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, float] = field(default_factory=dict)
     learning_rates: dict[str, float] | None = None
-    lora: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
     seeds: list[int] | None = None
 
 
@@ -61,12 +61,10 @@ def cells_of(plan: Comparison) -> list[Cell]:
     for name, row in plan.rows.items():
         started = language_recipe(plan.base)
         if row.preset is not None or row.start is not None:
-            started.preset, started.start = row.preset, row.start
-        if row.convert:
-            started.convert = row.convert
-        if row.learning_rates is not None:
-            started.learning_rates = row.learning_rates
-        started.lora = row.lora or started.lora
+            started.preset, started.start, started.convert = row.preset, row.start, {}
+        for part in ("convert", "learning_rates", "lora"):
+            if getattr(row, part) is not None:
+                setattr(started, part, getattr(row, part))
         unknown = sorted(set(row.schedule) - {one.name for one in fields(Schedule)})
         if unknown:
             raise ValueError(f"Row {name}: schedule has no field {unknown[0]}.")
@@ -83,7 +81,7 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
     how well its layers' causal routers foretell Top-K; of a looped one its depths, and how they went in training.
     """
     from .evaluate import load
-    from .language import corpus_of, measure, summary, sweep_language
+    from .language import corpus_of, measure, realised, summary, sweep_language
 
     loaded = load(folder)
     # problems: those of the trained depths
@@ -97,19 +95,21 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
     if routed:
         result["rules"], ran = [], {}
         own = model.config.capacity
+        # a variable capacity has no number: the model's own rules are asked without one
+        variable = getattr(model.config, "stt_capacity", "fixed") == "variable"
         asked = [(rule, own) for rule in ("threshold", "running", "topk")] + [("dense", 1.0)]
         asked += [("threshold", one) for one in capacities if one != own]
         for rule, capacity in asked:
-            knobs = {"selection": rule} if rule == "dense" else {"selection": rule, "capacity": capacity}
+            alone = rule == "dense" or (variable and capacity == own and rule != "running")
+            knobs = {"selection": rule} if alone else {"selection": rule, "capacity": capacity}
             said = measure(model, corpus, **knobs)
             if capacity == own:
                 ran[rule] = said.executed
-            spare = model.config.num_hidden_layers - len(routed)
             result["rules"].append(
                 {
                     "selection": rule,
                     "capacity": capacity,
-                    "realised": round((said.mean_depth - spare) / len(routed), 4),
+                    "realised": realised(model.config, said.mean_depth),
                     "loss": round(said.loss, 4),
                     "macs_per_token": round(said.macs / int((said.depths > 0).sum())),
                     "kv_bytes_per_token": round(
@@ -141,7 +141,7 @@ def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) 
 
     alike: share of the tokens decided alike; majority: what the commoner answer alone would reach; f1: of being
     taken. router, router_majority, router_f1: of the trained router, cut at 0.5, against its teacher (STT, MoD). beats:
-    whether its accuracy, or else `alike`, is above the majority rate.
+    whether its accuracy, or else `alike`, is above the majority rate by more than two standard errors.
     """
     from .language import measure
 
@@ -155,10 +155,12 @@ def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) 
             "majority": round(float(max(rate, 1 - rate)), 4),
             "f1": round(float(2 * (ours & theirs).sum() / max(1, ours.sum() + theirs.sum())), 4),
         }
-        row["beats"] = row["alike"] > row["majority"]
+        # two standard errors of a share of so many tokens
+        margin = 1 / len(ours) ** 0.5
+        row["beats"] = row["alike"] > row["majority"] + margin
         if "accuracy" in own:
             row |= {"router": own["accuracy"], "router_majority": own["majority"], "router_f1": own["f1"],
-                    "beats": own["accuracy"] > own["majority"]}  # fmt: skip
+                    "beats": own["accuracy"] > own["majority"] + margin}  # fmt: skip
         layers[str(layer)] = row
     return layers
 

@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.progress import track
 from torch.nn import functional as F
 
+from .language import realised
+
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
@@ -79,15 +81,6 @@ def check_knobs(model, knobs: dict[str, Any]) -> dict[str, Any]:
         if name not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} has no knob {name!r}: its forward does not take it.")
     return knobs
-
-
-def realised(model, depth_mean: float | None) -> dict[str, float]:
-    """Of a routed model: the share of the tokens that its routed layers took, given the layers run per token."""
-    routed = getattr(model.config, "routed_layers", None)
-    if not routed or depth_mean is None:
-        return {}
-    spare = model.config.num_hidden_layers - len(routed)
-    return {"capacity_realised": round((depth_mean - spare) / len(routed), 4)}
 
 
 def prefix_token(tokenizer) -> int:
@@ -443,7 +436,8 @@ def evaluate_lm(
             finally:
                 model.train(training)
             row = _figures(lm, said, built, groups)
-            rows.append({name: value, **realised(model, row["depth_mean"]), **row})
+            share = realised(model.config, row["depth_mean"])
+            rows.append({name: value, **({} if share is None else {"capacity_realised": share}), **row})
     return {
         "tasks": list(tasks),
         "limit": limit,
@@ -587,6 +581,7 @@ def perplexity(
         model.train(training)
     tokens, size = sum(new for _, new in cut), sum(len(text.encode()) for text in texts.values())
     cost = cost_figures(costs)
+    share = realised(model.config, cost["depth_mean"])
     return {
         "files": len(texts),
         "bytes": size,
@@ -599,7 +594,7 @@ def perplexity(
         "knobs": knobs,
         "tokens_run": cost["tokens"],
         "depth_mean": cost["depth_mean"],
-        **realised(model, cost["depth_mean"]),
+        **({} if share is None else {"capacity_realised": share}),
         "macs_per_token": None if cost["macs"] is None else cost["macs"] // cost["tokens"],
         "seconds": round(seconds, 3),
     }

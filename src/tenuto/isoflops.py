@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from .matrix import Cell, language_recipe, ledger_macs, load_plan, measure_looped, run_cells, varied
+from .matrix import (
+    Cell,
+    language_recipe,
+    ledger_macs,
+    load_plan,
+    measure_looped,
+    run_cells,
+    varied,
+    with_preset,
+)
 
 
 @dataclass
@@ -49,7 +58,7 @@ def cells_of(plan: Iso) -> list[Cell]:
     """The comparison's models and the grid's."""
     from .presets import preset
 
-    base = language_recipe(plan.base)
+    base = with_preset(language_recipe(plan.base), plan.base)
     looped = preset(base.preset, **base.config)
     r, layers, steps = looped.num_loops, looped.num_core_layers, base.training["max_steps"]
     dense = {**PLAIN, "num_loops": 1, "input_injection": "none"}
@@ -76,7 +85,7 @@ def cells_of(plan: Iso) -> list[Cell]:
             folder = name.replace(", ", "-").replace(" ", "-")
             cells.append(Cell(f"{folder}-{seed}", {"member": name, "seed": seed}, recipe))
     if plan.grid_base is not None:
-        base = language_recipe(plan.grid_base)
+        base = with_preset(language_recipe(plan.grid_base), plan.grid_base)
         looped = preset(base.preset, **base.config)
         r, layers = looped.num_loops, looped.num_core_layers
     for width in plan.widths:

@@ -197,6 +197,14 @@ def evaluate_language(checkpoint: str | Path, names: Sequence[str] = (), policy:
     return figures
 
 
+def realised(config, layers: float | None) -> float | None:
+    """Share of the tokens that a model's routed layers took, given the layers run per token; None without such."""
+    routed = len(getattr(config, "routed_layers", None) or ())
+    if not routed or layers is None:
+        return None
+    return round((layers - config.num_hidden_layers + routed) / routed, 4)
+
+
 def difference(corpus: Corpus, ours: np.ndarray, theirs: np.ndarray, draws: int = 500) -> dict[str, Any]:
     """Mean of ours - theirs [R, T] in nats per token, paired, with a 95% bootstrap interval over documents."""
     here = ~np.isnan(ours)
@@ -301,6 +309,7 @@ def sweep_language(
 def sweep_capacity(
     checkpoint: str | Path,
     capacities: Sequence[float],
+    names: Sequence[str] = (),
     selections: Sequence[str] = ("threshold", "running", "topk"),
     repeats: int = 3,
     limit: int | None = None,
@@ -312,11 +321,11 @@ def sweep_capacity(
     """
     loaded = load(checkpoint)
     model, config = loaded.model, loaded.model.config
-    if not hasattr(config, "routed_layers"):
+    if not getattr(config, "routed_layers", None):
         raise ValueError(
-            f"{loaded.folder} is no routed model (mod, sdt, stt); sweep --thresholds of a looped one."
+            f"{loaded.folder} has no routed layers (mod, sdt, stt); sweep --thresholds of a looped model."
         )
-    corpus, routed = corpus_of(loaded, (), limit), len(config.routed_layers)
+    corpus = corpus_of(loaded, names, limit)
     settings: list[dict[str, Any]] = [{"selection": "dense"}]
     settings += [{"selection": rule, "capacity": one} for one in capacities for rule in selections]
     said: list[list[Measured]] = [[] for _ in settings]
@@ -338,7 +347,7 @@ def sweep_capacity(
                 **knobs,
                 "loss": round(one.loss, 4),
                 "over_topk_percent": None if upper is None else round(100 * (one.loss / upper.loss - 1), 3),
-                "capacity_realised": round((one.mean_depth - config.num_hidden_layers + routed) / routed, 4),
+                "capacity_realised": realised(config, one.mean_depth),
                 "macs_per_token": round(one.macs / tokens),
                 "macs_share": round(one.macs / base.macs, 4),
                 "kv_share": round(int(one.row_kv_bytes.sum()) / int(base.row_kv_bytes.sum()), 4),

@@ -73,6 +73,15 @@ def language_recipe(path: str) -> Recipe:
     return base
 
 
+def with_preset(base: Recipe, path: str) -> Recipe:
+    """The recipe, which must name a preset: shapes are varied from one."""
+    if base.preset is None:
+        raise ValueError(
+            f"{path} starts from a checkpoint; the shapes of the cells need a recipe with a preset."
+        )
+    return base
+
+
 def varied(base: Recipe, config: dict[str, Any], seed: int, **training) -> Recipe:
     """A copy of a recipe with config fields, seed and training arguments changed, checked."""
     from .presets import config_of
@@ -107,7 +116,7 @@ def cells_of(matrix: Matrix) -> list[Cell]:
     """Every cell with its recipe, checked before anything is trained."""
     from .presets import preset
 
-    base = language_recipe(matrix.base)
+    base = with_preset(language_recipe(matrix.base), matrix.base)
     plain = {"policy": "fixed", "act_weight": 0.0}
     first = {**base.config, **next(iter(matrix.bodies.values())), **plain}
     loops = preset(base.preset, **first).num_loops

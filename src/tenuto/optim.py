@@ -91,7 +91,9 @@ def parameter_groups(
         groups.setdefault((muon, rate, weight.ndim > 1), []).append(weight)
     idle = sorted(set(rates) - used)
     if idle:
-        raise ValueError(f"learning_rates: no parameter's name holds {idle[0]!r}.")
+        raise ValueError(
+            f"learning_rates: {idle[0]!r} fits no parameter's name, or none that a pattern before it leaves."
+        )
     return [
         {"params": some, "muon": muon, "lr": rate, "weight_decay": weight_decay if decays else 0.0}
         for (muon, rate, decays), some in sorted(

@@ -58,7 +58,8 @@ class AdaptiveTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         rate, rates, args = self.recipe.muon_learning_rate, self.recipe.learning_rates, self.args
-        if (rate or rates) and self.optimizer is None:
+        # one rule of weight decay for all: the Trainer's own would not know our norms by their names
+        if self.optimizer is None and "optim" not in self.recipe.training:
             groups = parameter_groups(self.model, rate, args.learning_rate, args.weight_decay, rates)
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonAdamW(groups, betas=betas, eps=args.adam_epsilon)
@@ -89,8 +90,9 @@ class AdaptiveTrainer(Trainer):
         knobs = self.knobs()
         if model.training and self.args.gradient_accumulation_steps > 1:
             # means over the accumulated batch, not means of the micro-batches' means
-            weights = {"task": 1.0, **model.config.loss_weights(), **knobs.get("loss_weights", {})}
+            weights = {"task": 1.0, **self.model.config.loss_weights(), **knobs.get("loss_weights", {})}
             shares = {term: count / self.totals[term] for term, count in _counts(inputs).items()}
+            shares |= {name: shares["act"] for name in ("prior", "router", "gate", "forecast")}
             knobs["loss_weights"] = {name: w * shares.get(name, 1.0) for name, w in weights.items()}
         if model.training and isinstance(self.model, Routed):
             self.model.schedule(self.state.global_step / self.args.max_steps)
@@ -238,7 +240,8 @@ def start_converted(model, recipe: Recipe) -> None:
     from .convert import fill, read, target_config, tensors_of
 
     source, _ = read(recipe.start)
-    tensors, tied = tensors_of(source)
+    # a half-precision checkpoint is trained in full, as any model here
+    tensors, tied = tensors_of(source.float())
     fill(model, tensors, target_config(source.config, tied=tied, **recipe.convert)[1])
 
 

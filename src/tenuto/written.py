@@ -80,6 +80,9 @@ def write(
     knobs = {"threshold": threshold, **routed}
     settings = knobs_in(model, knobs)
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    if not start and not prompt:
+        # as the evaluation harness does where a tokenizer has no beginning
+        start = [tokenizer.eos_token_id]
     ids = torch.tensor(
         [start + tokenizer(prompt, add_special_tokens=False)["input_ids"]], device=model.device
     )

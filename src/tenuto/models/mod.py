@@ -26,8 +26,7 @@ from .routed import (
     RoutedEncoderDecoder,
     RoutedEncoderStack,
 )
-from .routing import LayerRouter, Sight, Verdict
-from .surprise import wide
+from .routing import LayerRouter, Sight, Verdict, wide_scores
 
 
 @strict
@@ -61,10 +60,10 @@ class MoDRouter(LayerRouter):
         return sum(net.weight.numel() for net in nets)
 
     def look(self, sight: Sight) -> Verdict:
-        logit_N = wide(self.router(sight.x)).squeeze(1)
+        logit_N = wide_scores(self.router, sight.x)
         gate_N, taught_N = logit_N.sigmoid(), logit_N
         if self.predictor is not None:
-            taught_N = wide(self.predictor(sight.x.detach())).squeeze(1)
+            taught_N = wide_scores(self.predictor, sight.x.detach())
         signs = {"gate": gate_N.mean()}
         return Verdict(taught_N.sigmoid(), gate_N, self.scaled(gate_N), taught=taught_N, signs=signs)
 

@@ -21,7 +21,7 @@ from .base import AdaptiveConfig, StackOutput
 from .block import Block, Stack
 from .cache import RoutedSlots
 from .causal import CausalLM
-from .experts import Balance
+from .experts import Balance, Dispatch
 from .heads import SequenceClassifier
 from .ledger import Ledger
 from .routing import CAPACITIES, Chosen, LayerRouter, Sight, Verdict, check_rule
@@ -112,7 +112,7 @@ class Pass:
         self.angles_N = None if rotary is None else rotary.of(every)
         self.ledger, self.balance, self.routing, self.signs = Ledger(every.batch), {}, [], {}
         self.losses: dict[str, list[Tensor]] = {}
-        self.wants_routing = routing
+        self.wants_routing, self.training = routing, blocks.training
 
     def position(self) -> Tensor:
         """[N] how many tokens of its text each row looks back on."""
@@ -122,11 +122,24 @@ class Pass:
         starts = counts.cumsum(0) - counts
         return torch.arange(len(self.every), device=counts.device) - starts[self.every.sequence]
 
-    def run_all(self, layer: int, x_Nd: Tensor, cached: bool = True) -> Tensor:
+    def run_all(self, layer: int, x_Nd: Tensor) -> Tensor:
         """[N, d] -> [N, d]: a layer on every token."""
         kv = self.blocks[layer].keys_values(x_Nd, self.every, None, self.angles_N)
-        kv = self.slots.write(layer, kv) if cached else kv
-        return self._run(layer, x_Nd, self.every, kv, self.angles_N, self.reach)
+        kv = self.slots.write(layer, kv)
+        out, dispatches = self._run(layer, x_Nd, self.every, kv, self.angles_N, self.reach)
+        self.note(layer, dispatches, self.every.places, out)
+        return out
+
+    def watch_all(self, layer: int, x_Nd: Tensor, passed_on: bool) -> Tensor:
+        """The same for a teacher to look at: its arithmetic is booked; keys, values and experts only if `passed_on`."""
+        ledger, kv = self.ledger, self.blocks[layer].keys_values(x_Nd, self.every, None, self.angles_N)
+        before = ledger.kv_bytes, dict(ledger.layer_kv_bytes)
+        out, dispatches = self._run(layer, x_Nd, self.every, kv, self.angles_N, self.reach)
+        if passed_on:
+            self.note(layer, dispatches, self.every.places, out)
+        else:
+            ledger.kv_bytes, ledger.layer_kv_bytes = before
+        return out
 
     def run_some(self, layer: int, x_Nd: Tensor, chosen: Chosen) -> Tensor:
         """[N, d] -> [n, d]: a layer on the chosen tokens."""
@@ -139,23 +152,28 @@ class Pass:
         if held is not None:
             kv, all_places = held.write(kv, chosen)
             places = all_places if self.past else places
-        return self._run(layer, x_nd, chosen.rows, kv, angles, chosen.reach(self.reach, places))
+        reach = chosen.reach(self.reach, places)
+        out, dispatches = self._run(layer, x_nd, chosen.rows, kv, angles, reach)
+        self.note(layer, dispatches, self.every.places[chosen.kept], out)
+        return out
 
-    def _run(self, layer: int, x_nd: Tensor, rows: Rows, kv, angles, reach: Reach) -> Tensor:
+    def _run(
+        self, layer: int, x_nd: Tensor, rows: Rows, kv, angles, reach: Reach
+    ) -> tuple[Tensor, dict[str, Dispatch]]:
         block, memory = self.blocks[layer], (None, None)
         if self.memory is not None:
             memory = block.memory_keys_values(self.memory[0]), self.memory[1].views(rows)
         out, dispatches = block(x_nd, rows, kv, reach.views(rows), *memory, angles)
         block.account(self.ledger, rows, rows, reach, *(self.memory or (None, None)))
+        return out, dispatches
+
+    def note(self, layer: int, dispatches: dict[str, Dispatch], places_n: Tensor, out_nd: Tensor) -> None:
+        """Where the experts' routers sent the tokens at `places_n` of the whole grid."""
         for name, dispatch in dispatches.items():
-            key = f"{layer}.{name}"
-            if block.training or self.wants_routing:
-                used = Balance.of(dispatch, out.new_ones(len(rows)))
-                self.balance[key] = self.balance[key] + used if key in self.balance else used
+            if self.training or self.wants_routing:
+                self.balance[f"{layer}.{name}"] = Balance.of(dispatch, out_nd.new_ones(len(out_nd)))
             if self.wants_routing:
-                # places of the chosen ones' own grid would say nothing
-                self.routing.append((layer, name, rows.places, dispatch.experts, dispatch.gates))
-        return out
+                self.routing.append((layer, name, places_n, dispatch.experts, dispatch.gates))
 
 
 class RoutedStack(Stack):
@@ -200,6 +218,7 @@ class RoutedStack(Stack):
         run = Pass(self.blocks, every, reach, rotary, slots, memory, output_routing)
         executed = torch.ones(len(every), len(self.blocks), dtype=torch.bool, device=every.device)
         position = run.position()
+        passed_on = self.training and getattr(self.config, "trains_on", "gated") == "dense"
         before, x_Nd = None, every.pack(x_BTd)
         for layer in range(len(self.blocks)):
             run.ledger.layer = str(layer)
@@ -211,8 +230,8 @@ class RoutedStack(Stack):
             held, verdict, executed_N = slots.routed(layer), None, executed[:, layer]
             sight = Sight(
                 layer, x_Nd, before, every, position, {} if held is None else held.past,
-                lambda layer=layer, x_Nd=x_Nd: run.run_all(layer, x_Nd, cached=False), self.training,
-                (output_routing or rule.kind == "topk") and not cached,
+                lambda layer=layer, x_Nd=x_Nd: run.watch_all(layer, x_Nd, passed_on), self.training,
+                (output_routing or rule.by_teacher) and not cached,
             )  # fmt: skip
             if rule.kind != "dense" or router.remembers or "score" in sight.past:
                 verdict = router.look(sight)
@@ -221,7 +240,7 @@ class RoutedStack(Stack):
                     run.ledger.add("router", every.per_sequence, router.teacher_macs)
             if rule.kind != "dense":
                 executed_N = rule.choose(router, verdict, sight)
-                if self.training or rule.kind == "topk":
+                if self.training or rule.by_teacher:
                     router.learn(verdict, executed_N)
                 if not self.training:
                     # what is only watched is no part of the loss

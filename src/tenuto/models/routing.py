@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .attention import Reach
 from .rows import Rows
-from .surprise import CONSTANT, Prior, Recent
+from .surprise import CONSTANT, Prior, Recent, wide
 
 RULES = ("threshold", "running", "topk", "dense")
 CAPACITIES = (
@@ -112,6 +112,17 @@ class Verdict:
         }
 
 
+def wide_scores(layer: nn.Module, x_Nd: Tensor) -> Tensor:
+    """[N, d] -> [N], a net of one output in float32 or wider, whatever autocast says: half precision makes ties."""
+    with torch.autocast(x_Nd.device.type, enabled=False):
+        if isinstance(layer, nn.Sequential):
+            *inner, layer = layer
+            for part in inner:
+                x_Nd = part(x_Nd.to(part.weight.dtype)) if isinstance(part, nn.Linear) else part(x_Nd)
+        bias = None if layer.bias is None else wide(layer.bias)
+        return F.linear(wide(x_Nd), wide(layer.weight), bias).squeeze(1)
+
+
 class LayerRouter(nn.Module):
     """What the routers of one layer have in common: levels, chosen tokens, and what the others get."""
 
@@ -177,13 +188,18 @@ class LayerRouter(nn.Module):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a call chooses. kind: one of `RULES`; "calibrate"; "gate", STT's variable capacity. capacity, threshold: a
-    number or [B]; threshold None: the calibrated level.
+    """How a call chooses. kind: one of `RULES`; "calibrate"; "gate", STT's variable capacity, instead of Top-K.
+    capacity, threshold: a number or [B]; threshold None: the calibrated level.
     """
 
     kind: str
     capacity: float | Tensor
     threshold: float | Tensor | None
+
+    @property
+    def by_teacher(self) -> bool:
+        """Whether it goes by the score that may look at the whole sequence, or at the layer's result."""
+        return self.kind in ("topk", "gate")
 
     def choose(self, router: LayerRouter, verdict: Verdict, sight: Sight) -> Tensor:
         """[N] bool: who gets the layer."""
@@ -301,8 +317,16 @@ def check_rule(
     for name, value in (("capacity", capacity), ("threshold", threshold)):
         if torch.is_tensor(value) and value.shape != (batch,):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be a number or ({batch},).")
-    if kind == "topk" and training and getattr(config, "stt_capacity", "fixed") == "variable":
-        kind = "gate"
+    if getattr(config, "stt_capacity", "fixed") == "variable":
+        if training and capacity is not None:
+            raise ValueError(
+                'capacity has nothing to set in training with stt_capacity="variable": gate_threshold decides.'
+            )
+        # without a capacity the teacher goes by its gate, the student by what it was taught
+        if kind == "topk" and capacity is None:
+            kind = "gate"
+        elif kind == "threshold" and capacity is None and threshold is None:
+            threshold = 0.5
     capacity = config.capacity if capacity is None else capacity
     inside = (torch.as_tensor(capacity) >= 0) & (torch.as_tensor(capacity) <= 1)
     if not bool(inside.all()):

@@ -31,7 +31,7 @@ from .routed import (
     RoutedEncoderStack,
 )
 from .routing import LayerRouter, Sight, Verdict
-from .surprise import Prior, Recent, Surprise, foreseen_loss
+from .surprise import Prior, Recent, Surprise, foreseen_loss, wide
 
 
 @strict
@@ -42,6 +42,11 @@ class SurpriseConfig(RoutedConfig):
     surprise_terms: Literal["both", "expected", "unexpected"] = "both"
     inverse_temperature: Literal["learned", "scheduled"] = "learned"
     normalise_surprise: bool = False
+
+    def validate_window(self):
+        """A window holds one token at least."""
+        if self.surprise_window < 1:
+            raise ValueError(f"surprise_window={self.surprise_window} must be at least 1.")
 
 
 @strict
@@ -77,7 +82,7 @@ class SDTRouter(LayerRouter):
 
     def look(self, sight: Sight) -> Verdict:
         x_Nd, after_Nd = sight.before
-        residual_Nd, foreseen_Nd = after_Nd - x_Nd, self.prior(x_Nd)
+        residual_Nd, foreseen_Nd = wide(after_Nd) - wide(x_Nd), self.prior(x_Nd)
         change_N, error_N = self.surprise.distances(x_Nd, residual_Nd, foreseen_Nd)
         recent = Recent(sight.rows, sight.position, self.config.surprise_window)
         grid = recent.grid(change_N.detach(), sight.past.get("change"))

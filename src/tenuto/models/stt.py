@@ -37,7 +37,7 @@ from .routed import (
     RoutedEncoderDecoder,
     RoutedEncoderStack,
 )
-from .routing import LayerRouter, Sight, Verdict
+from .routing import LayerRouter, Sight, Verdict, wide_scores
 from .sdt import SurpriseConfig
 from .surprise import Prior, Recent, Surprise, foreseen_loss, wide
 
@@ -99,7 +99,7 @@ class STTRouter(LayerRouter):
         # the task's loss does not reach the states through the student
         x_Nd = self.norm(sight.x.detach())
         pair_N2d = torch.cat([x_Nd, sight.previous("input", x_Nd)], -1)
-        logit_N = wide(self.student(pair_N2d)).squeeze(1)
+        logit_N = wide_scores(self.student, pair_N2d)
         verdict = Verdict(logit_N.sigmoid(), None, taught=logit_N)
         if self.config.scale in ("constant", "learned"):
             verdict.scale = self.scaled(logit_N)
@@ -110,7 +110,7 @@ class STTRouter(LayerRouter):
     def _teach(self, verdict: Verdict, sight: Sight) -> None:
         """The teacher's score, from the block's result on every token."""
         config, y_Nd = self.config, sight.run()
-        residual_Nd = y_Nd - sight.x
+        residual_Nd = wide(y_Nd) - wide(sight.x)
         foreseen_Nd = self.transition(sight.previous("result", y_Nd))
         change_N, error_N = self.surprise.distances(sight.x, residual_Nd, foreseen_Nd)
         recent = Recent(sight.rows, sight.position, config.surprise_window)

@@ -15,6 +15,7 @@ Where the paper is silent, or its code wrong:
   the missing ones with copies of the first token's D_st, which is far from typical, and shortens W to the length of
   the text: then early tokens depend on how long the text will be.
 - A scheduled b is part of the checkpoint: evaluation uses the one that training ended with (published: the first one).
+- o is learned raw and may cross 0, where its logarithm ends: there it counts as 0.
 - Eq. 1 is not normalised, so a few tokens with huge states outweigh all others; normalise_surprise=True divides both
   by |x|^2 / d of the state before the block. Not in the paper; off unless asked for.
 """
@@ -123,7 +124,7 @@ class Surprise(nn.Module):
             b_ce, b_cu = F.softplus(wide(self.expected_beta)), F.softplus(wide(self.unexpected_beta))
         else:
             b_ce = b_cu = wide(self.temperature)
-        expected = change_N - (error_N - (wide(self.offset) + 1e-10).log())
+        expected = change_N - (error_N - (wide(self.offset).clamp(min=0.0) + 1e-10).log())
         unexpected = change_N - wide(self.multiplier) * average_N
         s_ce, s_cu = torch.sigmoid(b_ce * expected), torch.sigmoid(b_cu * unexpected)
         terms = {"both": s_ce + s_cu - s_ce * s_cu, "expected": s_ce, "unexpected": s_cu}
