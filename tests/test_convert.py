@@ -257,7 +257,7 @@ def test_unsupported_fields_of_a_llama_are_named(changed, message):
 
 def test_other_models_and_windows_are_named():
     with pytest.raises(
-        ValueError, match="model_type='gpt2' cannot be converted; llama, mistral, qwen2 can be"
+        ValueError, match="model_type='gpt2' cannot be converted; llama, mistral, qwen2, tenuto_looped can be"
     ):
         fields_of(GPT2Config())
     with pytest.raises(ValueError, match="sliding_window=16 cannot be converted"):
