@@ -286,6 +286,7 @@ class _Sequence:
         policy = getattr(stack, "policy", None)
         asks = hasattr(policy, "hidden")
         inject = getattr(config, "input_injection", "none") == "add"
+        hidden = getattr(config, "kv_source", "state") == "hidden"
         h, s = list(xs), list(xs)
         spent = [xs[0].new_zeros(()) for _ in xs]
         mix = [torch.zeros_like(x) for x in xs]
@@ -306,7 +307,8 @@ class _Sequence:
             extra = [x if inject and step > 1 else torch.zeros_like(x) for x in xs]
             shape = (block.attention.heads, block.attention.head_dim)
             source = [
-                normalise(block.attention_branch.before, one + e) for one, e in zip(s, extra, strict=True)
+                normalise(block.attention_branch.before, one + e)
+                for one, e in zip(h if hidden else s, extra, strict=True)
             ]
             keys = [(block.attention.key.weight @ one).view(shape) for one in source]
             values = [(block.attention.value.weight @ one).view(shape) for one in source]
@@ -532,6 +534,7 @@ def masked_stack(
     policy = getattr(stack, "policy", None)
     asks = hasattr(policy, "hidden")
     inject = getattr(config, "input_injection", "none") == "add"
+    hidden = getattr(config, "kv_source", "state") == "hidden"
     h = s = x
     live = mask.clone()
     spent, depth, mix = x.new_zeros(B, T), x.new_zeros(B, T), torch.zeros_like(x)
@@ -559,7 +562,7 @@ def masked_stack(
             break
         extra = x if inject and step > 1 else torch.zeros_like(x)
         branch, attention = block.attention_branch, block.attention
-        source = normalise(branch.before, s + extra)
+        source = normalise(branch.before, (h if hidden else s) + extra)
         shape = (attention.heads, attention.head_dim)
         keys = (source @ attention.key.weight.T).unflatten(-1, shape)
         values = (source @ attention.value.weight.T).unflatten(-1, shape)

@@ -19,6 +19,15 @@ class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the examples."""
 
 
+def _search(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--beams", type=int, help="of answers and translations; 1, the likeliest token always"
+    )
+    parser.add_argument(
+        "--length_penalty", type=float, help="power of the length that beams' scores are divided by"
+    )
+
+
 def _parser() -> ArgumentParser:
     from . import __version__
 
@@ -68,6 +77,10 @@ def _parser() -> ArgumentParser:
     one.add_argument(
         verbs.PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop"
     )
+    one = add(verbs.prepare, "wmt14 --input FOLDER --output data/wmt14")
+    one.add_argument("corpus", help="wmt14")
+    one.add_argument("--input", help="folder with the published files, unpacked, plain or .gz")
+    one.add_argument("--output", help="folder for training, validation and test files and the tokenizer")
     one = add(verbs.convert, "models/smollm2 --to looped --prelude 4 --coda 4 --loops 2 --output runs/looped")
     one.add_argument("source", help="a folder with a pretrained model of transformers, or a GGUF file")
     one.add_argument("--to", help="looped, sdt, stt or mod")
@@ -93,7 +106,14 @@ def _parser() -> ArgumentParser:
     one.add_argument("--capacities", help="of the tasks or files, for routed models, separated by commas")
     one.add_argument("--subjects", help="of mmlu, separated by commas; all when left out")
     one.add_argument("--files", help="text or code to measure the perplexity of, separated by commas")
-    one.add_argument("--limit", type=int, help="items of each task")
+    one.add_argument("--limit", type=int, help="items of each task or set")
+    _search(one)
+    one.add_argument("--outputs", help="folder to write the answers or translations to, a file for each set")
+    one = add(verbs.translate, "runs/translation --beams 4 < english.txt", "checkpoint", "knobs")
+    _search(one)
+    one.add_argument(
+        "--max_length", type=int, help="tokens written at most; a little over twice the source's"
+    )
     one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "sets", "result")
     one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
     one.add_argument("--capacities", help="of a routed model (mod, sdt, stt), instead: separated by commas")
@@ -125,6 +145,10 @@ def _parser() -> ArgumentParser:
     one.add_argument("--seed", type=int, default=0, help="of the sampling")
     one.add_argument("--greedy", action="store_true", help="take the likeliest token always")
     one.add_argument("--policy", help="read the model with another rule: latent, margin, ...")
+    one = add(verbs.average, "runs/first --best 5 --output runs/first-mean")
+    one.add_argument("checkpoints", nargs="+", help="folders of one config; with --best, one run's folder")
+    one.add_argument("--best", type=int, help="take so many checkpoints of the run, by their validation loss")
+    one.add_argument("--output", help="folder for the averaged model")
     one = add(verbs.experts, "runs/first --sets validation", "checkpoint", "sets")
     one.add_argument("--limit", type=int, default=2000, help="pairs looked at")
     one = add(verbs.matrix, "recipes/lm/matrix.yaml --output runs/matrix", "result")

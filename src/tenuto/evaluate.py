@@ -89,6 +89,11 @@ def load(checkpoint: str | Path, policy: str | None = None, trained: bool = True
 
 def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]]:
     """The protocol's test sets by name, "validation" among them; all tests when no names are given."""
+    if recipe.data.sequences is not None or recipe.data.parallel is not None:
+        raise ValueError(
+            "This checkpoint was trained on data.sequences or data.parallel: `tenuto evaluate` and `tenuto"
+            " translate` read it, the other verbs do not."
+        )
     chosen = protocol(recipe.data.protocol)
     sets = {**chosen.test, "validation": chosen.validation}
     unknown = [name for name in names if name not in sets]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .data.parallel import Corpus
 from .data.text import Source
 
 
@@ -44,8 +45,51 @@ class Algorithmic:
 
 
 @dataclass
+class Sequences:
+    """Compositional tasks, words to words: "scan", "cogs", "pcfg", "listops" or "cfq".
+
+    split: the task's first when left out, see `sequences.SPLITS`. path: the folder of a copy; SCAN and COGS are
+    shipped, ListOps is generated. train: at most so many training examples. max_length: training and validation
+    examples with more words on a side are left out. batch_tokens: see `Parallel`; without it a batch is
+    training.per_device_train_batch_size examples.
+    """
+
+    task: Literal["scan", "cogs", "pcfg", "listops", "cfq"]
+    split: str | None = None
+    path: str | None = None
+    train: int | None = None
+    max_length: int | None = None
+    batch_tokens: int | None = None
+
+
+@dataclass
+class Parallel:
+    """Sentence pairs for translation.
+
+    train, validation: corpora, see `Corpus`; test: corpora by name. folder: where their files are looked for.
+    tokenizer: "bpe" (byte-level, both languages together, trained on the training part, `vocab_size` tokens) or a
+    folder with one. max_length, max_ratio: training and validation pairs with more tokens on a side, or with so many
+    times as many on one side as on the other, are left out. batch_tokens: tokens of a batch (pairs x the longest of
+    their sequences, on one side), and then training.per_device_train_batch_size is 1. cache: a folder that keeps the
+    tokenizer and the tokenised text.
+    """
+
+    train: list[Corpus]
+    validation: list[Corpus]
+    test: dict[str, Corpus] = field(default_factory=dict)
+    folder: str = "."
+    tokenizer: str = "bpe"
+    vocab_size: int = 8000
+    max_length: int | None = None
+    max_ratio: float | None = None
+    batch_tokens: int | None = 4096
+    cache: str | None = None
+
+
+@dataclass
 class Data:
-    """What is trained on: the logical inference task, or `text` or `algorithmic` where one of these is given.
+    """What is trained on: the logical inference task, or the one of `text`, `algorithmic`, `sequences` and `parallel`
+    that is given.
 
     protocol: "length" (train on <= 6 operators, test 7..12) or the systematic splits "A", "B", "C".
     max_operators: leave out training pairs with more. swap, rename: augmentations of every training pair drawn,
@@ -58,6 +102,8 @@ class Data:
     rename: bool = False
     text: Text | None = None
     algorithmic: Algorithmic | None = None
+    sequences: Sequences | None = None
+    parallel: Parallel | None = None
 
 
 @dataclass
@@ -80,13 +126,14 @@ class Recipe:
     """A training run.
 
     preset: name of the starting configuration; config: fields of it to change. Without a preset the configuration is
-    that of the checkpoint `start`. head: "classification",
-    "text-to-text" (one answer token) or "causal" (text and algorithmic data). start: a checkpoint whose weights to
-    begin with (parameters that it lacks must be of halting nets or routers). convert: takes `start` for a pretrained
-    model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any argument of
-    transformers' TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters whose name
-    holds a pattern, as {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts. lora: PEFT's settings,
-    {r: 16, lora_alpha: 32}: the blocks get adapters, merged at the end, all else but routers and halting nets stays.
+    that of the checkpoint `start`. head: "classification" or "text-to-text" (one answer token) of logical inference,
+    "text-to-text" of sequences and parallel text, "causal" of text and algorithmic data. start: a checkpoint whose
+    weights to begin with (parameters that it lacks must be of halting nets or routers). convert: takes `start` for a
+    pretrained model of transformers and says what to make of it, {to: sdt}, as `tenuto convert` does. training: any
+    argument of transformers' TrainingArguments; max_steps is required. learning_rates: AdamW's rate for parameters
+    whose name holds a pattern, as {".surprise.": 1e-2, ".routers.": 1e-3}; the first that fits counts. lora: PEFT's
+    settings, {r: 16, lora_alpha: 32}: the blocks get adapters, merged at the end, all else but routers and halting
+    nets stays.
     """
 
     preset: str | None = None
@@ -128,12 +175,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values.pop("recipe")
     recipe = Recipe(**values)
     data = recipe.data
-    if data.text is not None and data.algorithmic is not None:
-        raise ValueError(f"{path}: data.text and data.algorithmic are two tasks; give one of them.")
-    if (recipe.head == "causal") != (data.text is not None or data.algorithmic is not None):
+    kinds = ("text", "algorithmic", "sequences", "parallel")
+    given = [name for name in kinds if getattr(data, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{path}: data.{given[0]} and data.{given[1]} are two tasks; give one of them.")
+    if (recipe.head == "causal") != (given in (["text"], ["algorithmic"])):
         raise ValueError(
             f'{path}: head "causal" goes with data.text or data.algorithmic, the others with neither.'
         )
+    if given in (["sequences"], ["parallel"]):
+        if recipe.head != "text-to-text":
+            raise ValueError(f'{path}: data.{given[0]} goes with head "text-to-text".')
+        tokens = getattr(data, given[0]).batch_tokens
+        if tokens is not None and recipe.training.get("per_device_train_batch_size") != 1:
+            raise ValueError(
+                f"{path}: data.{given[0]}.batch_tokens makes the batches: set"
+                " training.per_device_train_batch_size: 1, or batch_tokens: null."
+            )
     if recipe.preset is None and recipe.start is None:
         raise ValueError(f"{path}: give preset, or start, a checkpoint whose configuration it is.")
     if recipe.convert and (recipe.preset is not None or recipe.start is None or "to" not in recipe.convert):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Sampler, Subset
 
-from .data import algorithmic, text
+from .data import algorithmic, parallel, sequences, text
 from .data.logical_inference import protocol
 from .data.pairs import Curriculum, PairDataset, tokenizer
-from .recipe import Recipe, Text
+from .data.sequences_batches import Batches, SequenceDataset, word_tokenizer
+from .recipe import Parallel, Recipe, Sequences, Text
 
 
 @dataclass
@@ -38,6 +39,10 @@ def task_of(recipe: Recipe) -> Task:
         return _text(recipe.data.text)
     if recipe.data.algorithmic is not None:
         return _algorithmic(recipe)
+    if recipe.data.sequences is not None:
+        return _sequences(recipe.data.sequences)
+    if recipe.data.parallel is not None:
+        return _parallel(recipe.data.parallel)
     return _logic(recipe)
 
 
@@ -139,3 +144,43 @@ def _text(wanted: Text) -> Task:
         None,
         len(words),
     )
+
+
+def _sequences(wanted: Sequences) -> Task:
+    def read(part: str) -> list[sequences.Example]:
+        found = sequences.read(wanted.task, part, wanted.split, wanted.path)
+        most = wanted.max_length
+        return [one for one in found if most is None or max(len(one.source), len(one.target)) <= most]
+
+    train = read("train")[: wanted.train]
+    words = word_tokenizer(side for one in train for side in (one.source, one.target))
+    return _pairs(words, encode_examples(train, words), encode_examples(read("validation"), words), wanted)
+
+
+def encode_examples(examples: Sequence[sequences.Example], words) -> SequenceDataset:
+    """Ids of both sides, each with its <eos>; ValueError if there is no example."""
+    if not examples:
+        raise ValueError("There is no example within max_length.")
+    return parallel.encode_pairs([(" ".join(one.source), " ".join(one.target)) for one in examples], words)
+
+
+def _parallel(wanted: Parallel) -> Task:
+    def read(corpora: Sequence[parallel.Corpus]) -> list[tuple[str, str]]:
+        return [pair for one in corpora for pair in parallel.read_pairs(one, wanted.folder)]
+
+    train = read(wanted.train)
+    words = parallel.joint_tokenizer(train, wanted.tokenizer, wanted.vocab_size, wanted.cache)
+    limits = (words, wanted.max_length, wanted.max_ratio, wanted.cache)
+    return _pairs(
+        words,
+        parallel.encode_pairs(train, *limits),
+        parallel.encode_pairs(read(wanted.validation), *limits),
+        wanted,
+    )
+
+
+def _pairs(words, train: SequenceDataset, valid: SequenceDataset, wanted: Sequences | Parallel) -> Task:
+    def sampler(steps: int, batch: int, seed: int) -> Batches:
+        return Batches(train.lengths, steps, batch, seed, wanted.batch_tokens)
+
+    return Task(train, valid.by_length(), sampler, train.collate, words, None, len(words))

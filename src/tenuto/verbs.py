@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 PRINT_CONFIG = "--print_config"
@@ -137,12 +138,6 @@ def _knobs(options) -> dict[str, Any]:
     return chosen
 
 
-def _realised(settings: dict[str, Any], layers: float) -> float:
-    """Share of the tokens that the routed layers took, given the layers run per token."""
-    routed = len(settings["routed_layers"])
-    return round((layers - settings["num_hidden_layers"] + routed) / routed, 4)
-
-
 def _is_language(checkpoint: str) -> bool:
     """Whether a folder holds a causal language model of `tenuto train` or `tenuto convert`."""
     recipe = Path(checkpoint) / "recipe.yaml"
@@ -153,6 +148,17 @@ def _is_language(checkpoint: str) -> bool:
     import yaml
 
     return yaml.safe_load(recipe.read_text()).get("head") == "causal"
+
+
+def _is_pairs(checkpoint: str) -> bool:
+    """Whether a folder holds a model of `tenuto train` for sequences or parallel text."""
+    recipe = Path(checkpoint) / "recipe.yaml"
+    if not recipe.is_file():
+        return False
+    import yaml
+
+    data = yaml.safe_load(recipe.read_text()).get("data") or {}
+    return any(data.get(name) is not None for name in ("sequences", "parallel"))
 
 
 def _write(options, recipe: str, seed: int, seconds: float, figures: dict, **more) -> None:
@@ -218,6 +224,28 @@ def train(options) -> Any:
     return figures, show
 
 
+def prepare(options) -> Any:
+    """Make training files of a user's copy of a published corpus (wmt14: English-German)."""
+    if options.corpus != "wmt14":
+        raise UsageError(f"There is no corpus {options.corpus!r}; wmt14 is known.")
+    for name in ("input", "output"):
+        if not getattr(options, name):
+            raise UsageError(f"--{name} is missing: a folder.")
+    _quieten()
+    from .data.wmt14 import prepare as run
+
+    figures = run(options.input, options.output)
+
+    def show() -> None:
+        read = ", ".join(f"{name} {count:,}" for name, count in figures["read"].items())
+        print(
+            f"Read {read}; kept {figures['train']:,} pairs, {figures['tokens']:,} tokens. Everything is in"
+            f" {options.output}."
+        )
+
+    return figures, show
+
+
 def convert(options) -> Any:
     """Turn a pretrained Llama, Mistral or Qwen2 into a tenuto model that computes the same at its neutral setting."""
     for name in ("to", "output"):
@@ -250,7 +278,11 @@ def convert(options) -> Any:
 
 
 def evaluate(options) -> Any:
-    """Accuracy by test set beside the always-`#` rate, or a language model's loss; mean depth, MACs and seconds."""
+    """Accuracy or BLEU by test set beside a baseline, or a language model's loss; mean depth, MACs and seconds."""
+    if _is_pairs(options.checkpoint):
+        return _evaluate_pairs(options)
+    if idle := list(_given(options, "beams", "length_penalty", "outputs")):
+        raise UsageError(f"--{idle[0]} goes with checkpoints trained on sequences or parallel text.")
     if _is_language(options.checkpoint):
         return _evaluate_language(options)
     knobs = _knobs(options)
@@ -286,6 +318,70 @@ def evaluate(options) -> Any:
                 table(f"\nset {name} by {key}", (key, "pairs", "accuracy %", "commonest %"), lines)
 
     return figures, show
+
+
+def _evaluate_pairs(options) -> Any:
+    others = "errors both_ways policy tasks thresholds capacities subjects files".split()
+    if idle := [name for name in others if getattr(options, name)]:
+        raise UsageError(f"--{idle[0]} has nothing to set for a checkpoint of sequences or parallel text.")
+    knobs = _knobs(options)
+    _quieten()
+    from .translate import evaluate_pairs
+
+    start = time.time()
+    asked = _given(options, "beams", "length_penalty", "limit", "outputs")
+    figures = evaluate_pairs(options.checkpoint, _sets(options), **asked, **knobs)
+    _write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        translation = "bleu" in next(iter(figures["sets"].values()))
+        quality = ("bleu", "split_bleu", "copy_bleu") if translation else ("exact", "majority", "copy")
+        rows = [
+            (
+                name,
+                f"{row['examples']:,}",
+                *(f"{row[one]:.2f}" for one in quality),
+                f"{row['encoder_depth']:.2f}",
+                f"{row['decoder_depth']:.2f}",
+                f"{row['macs_per_token'] / 1e6:.3f}",
+                f"{row['seconds']:.1f}",
+            )
+            for name, row in figures["sets"].items()
+        ]
+        titles = ("BLEU", "split BLEU", "copy") if translation else ("exact %", "majority %", "copy %")
+        columns = ("set", "examples", *titles, "steps/source token", "steps/target token", "MMACs/token",
+                   "seconds")  # fmt: skip
+        notes = [f"beams {figures['beams']}, length penalty {figures['length_penalty']:g}"]
+        if translation:
+            first = next(iter(figures["sets"].values()))
+            notes += [first["signature"], first["split_signature"]]
+        table(f"{options.checkpoint}: {figures['full_depth']} steps at most", columns, rows, notes)
+        for name, row in figures["sets"].items():
+            if len(row.get("by_kind", ())) > 1:
+                kinds = row["by_kind"].items()
+                lines = [(kind, one["examples"], f"{one['exact']:.2f}") for kind, one in kinds]
+                table(f"\nset {name}", ("kind", "examples", "exact %"), lines)
+
+    return figures, show
+
+
+def translate(options) -> Any:
+    """Answer or translate the lines of standard input with a checkpoint of sequences or parallel text."""
+    if not _is_pairs(options.checkpoint):
+        raise ValueError(
+            f"{options.checkpoint} was not trained on sequences or parallel text; translate needs such a checkpoint."
+        )
+    knobs = _knobs(options)
+    lines = [line.strip() for line in sys.stdin.read().split("\n")]
+    lines = lines[:-1] if lines[-1] == "" else lines
+    _quieten()
+    from .evaluate import load
+    from .translate import write
+
+    asked = _given(options, "beams", "length_penalty", "max_length")
+    said = write(load(options.checkpoint), lines, progress="translating", **asked, **knobs)
+    figures = {"lines": said.texts, **(said.costs() if lines else {})}
+    return figures, lambda: print("".join(f"{text}\n" for text in said.texts), end="")
 
 
 def _evaluate_language(options) -> Any:
@@ -336,13 +432,13 @@ def _evaluate_language(options) -> Any:
             )
         _write_for_checkpoint(options, time.time() - start, figures)
         return figures, lambda: print(json.dumps(figures, indent=1))
-    from .language import evaluate_language
+    from .language import evaluate_language, realised
 
     figures = evaluate_language(options.checkpoint, _sets(options), options.policy, **knobs)
     if routed:
         figures |= {"routed_layers": settings["routed_layers"], "knobs": knobs}
         for row in (figures, *figures["by_group"].values()):
-            row["capacity_realised"] = _realised(settings, row["mean_depth"])
+            row["capacity_realised"] = realised(SimpleNamespace(**settings), row["mean_depth"])
     _write_for_checkpoint(options, time.time() - start, figures)
 
     def show() -> None:
@@ -406,8 +502,12 @@ def _sweep_capacity(options) -> Any:
     from .language import sweep_capacity
 
     start = time.time()
+    if options.policy or options.generated:
+        raise UsageError("--policy and --generated are for models that halt, not for --capacities.")
     capacities = _in_unit(_numbers(options.capacities), "capacity", "a share of the tokens")
-    figures = sweep_capacity(options.checkpoint, capacities, repeats=options.repeats, limit=options.limit)
+    figures = sweep_capacity(
+        options.checkpoint, capacities, _sets(options), repeats=options.repeats, limit=options.limit
+    )
     _write_for_checkpoint(options, time.time() - start, figures)
 
     def show() -> None:
@@ -696,6 +796,29 @@ def generate(options) -> Any:
         print(f"{said.mean_depth:.2f} of {said.full} {said.unit} per token at {said.setting}")
 
     return {**asdict(said), "text": "".join(said.tokens), "mean_depth": round(said.mean_depth, 3)}, show
+
+
+def average(options) -> Any:
+    """Average the weights of several checkpoints of one config."""
+    if not options.output:
+        raise UsageError("--output is missing: the folder for the averaged model.")
+    if options.best is not None and len(options.checkpoints) > 1:
+        raise UsageError("--best chooses among the checkpoints of one run: name its folder alone.")
+    _quieten()
+    from .average import average_checkpoints, best_checkpoints
+
+    start, folders = time.time(), options.checkpoints
+    if options.best is not None:
+        folders = best_checkpoints(folders[0], options.best)
+    figures = average_checkpoints(folders, options.output)
+    options.result = str(Path(options.output) / "result.json")
+    _write(options, None, None, time.time() - start, figures)
+
+    def show() -> None:
+        names = ", ".join(figures["checkpoints"])
+        print(f"The mean of {names} ({figures['parameters']:,} parameters) is in {options.output}.")
+
+    return figures, show
 
 
 def experts(options) -> Any:

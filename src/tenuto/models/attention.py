@@ -80,10 +80,10 @@ class BucketBias(nn.Module):
         """[S, L, T] offsets -> [S, H, L, T] scores to add."""
         return nn.functional.embedding(self.bucket(offsets_SLT), self.bias).permute(0, 3, 1, 2)
 
-    def all_pairs(self, length: int) -> Tensor:
-        """[H, T, T] scores to add for every query and key position: looked up once, for all steps."""
+    def all_pairs(self, length: int, past: int = 0) -> Tensor:
+        """[H, T, K] scores to add for K = length keys and the queries past..K-1: looked up once, for all steps."""
         positions = torch.arange(length, device=self.bias.device)
-        return self((positions - positions[:, None]).unsqueeze(0)).squeeze(0).contiguous()
+        return self((positions - positions[past:, None]).unsqueeze(0)).squeeze(0).contiguous()
 
 
 class Rotary:
@@ -133,8 +133,9 @@ class Reach:
     """What the queries of a stack may read, made once per forward; groups that stay keep their views.
 
     mask_BT is true where a key may be read (None: all); bias_HTT is `BucketBias.all_pairs`; causal lets a query see
-    its own and earlier positions only; chosen = k queries per token. length is the number of keys.
-    pairs [1 or B, 1, T, K], from transformers' mask functions, says it all instead (bool: visible; float: added).
+    its own and earlier positions only; chosen = k queries per token. length is the number of keys, past how many of
+    them stand before the first query (in a cache). pairs [1 or B, 1, T, K], from transformers' mask functions, says it
+    all instead (bool: visible; float: added).
     """
 
     def __init__(
@@ -146,9 +147,11 @@ class Reach:
         bias_HTT: Tensor | None = None,
         offsets: bool = False,
         pairs: Tensor | None = None,
+        past: int = 0,
     ):
         self.length, self.chosen, self.mask_BT = length, chosen, mask_BT
         self.causal, self.bias_HTT, self.offsets, self.pairs = causal, bias_HTT, offsets, pairs
+        self.past = past
         self.rows, self.last = None, []
 
     def views(self, rows: Rows) -> list[View]:
@@ -163,14 +166,14 @@ class Reach:
         if self.pairs is not None:
             return View(None, self._pairs(group).repeat(1, 1, self.chosen, 1))
         if self.causal and self.mask_BT is None and self.bias_HTT is None and not self.offsets:
-            if group.slots is None and self.chosen == 1:
+            if group.slots is None and self.chosen == 1 and not self.past:
                 return View(None, None, causal=True)
         keys = torch.arange(self.length, device=positions.device)
-        offsets = keys - positions.repeat(1, self.chosen).unsqueeze(-1)
+        offsets = keys - (positions + self.past).repeat(1, self.chosen).unsqueeze(-1)
         visible = None
         if self.mask_BT is not None:
             visible = group.sequences_of(self.mask_BT)[:, None, :]
-        if self.causal:
+        if self.causal and self.length > self.past + 1:  # else one new token, which sees all
             visible = offsets <= 0 if visible is None else visible & (offsets <= 0)
         if visible is not None:
             visible = visible.unsqueeze(1)
@@ -185,7 +188,7 @@ class Reach:
         queries = group.positions.shape[1]
         if not self.causal or self.chosen > 1 or self.offsets or queries <= SPAN:
             return ()
-        last = group.positions.max(0).values.tolist()
+        last = (group.positions.max(0).values + self.past).tolist()
         firsts = range(0, queries, SPAN)
         ends = [min(first + SPAN, queries) for first in firsts]
         return tuple((first, end, last[end - 1] + 1) for first, end in zip(firsts, ends, strict=True))
@@ -200,8 +203,8 @@ class Reach:
             counts = None if self.mask_BT is None else self.mask_BT.sum(-1)[rows.sequence]
             return torch.full_like(rows.places, self.length) if counts is None else counts
         if self.mask_BT is None:
-            return rows.position + 1
-        return self.mask_BT.cumsum(-1)[rows.sequence, rows.position]
+            return rows.position + self.past + 1
+        return self.mask_BT.cumsum(-1)[rows.sequence, rows.position + self.past]
 
     def _pairs(self, group: QueryGroup) -> Tensor:
         """[1 or S, 1, Q, K]: the prepared mask's lines for the group's queries."""

@@ -233,7 +233,14 @@ class LoopBlock(Block):
 
 
 class Stack(nn.Module):
-    """What every stack has besides its blocks: position bias, final norm, what its queries may read."""
+    """What every stack has besides its blocks: position bias, final norm, what its queries may read.
+
+    `cached`: whether its decoder takes a cache.
+    """
+
+    cached = False
+    # transformers' generate asks an encoder for it
+    main_input_name = "input_ids"
 
     def __init__(self, config, decoder: bool):
         super().__init__()
@@ -249,13 +256,20 @@ class Stack(nn.Module):
         self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
 
     def reaches(
-        self, length: int, mask_BT: Tensor | None, memory: Tensor | None, memory_mask: Tensor | None
+        self,
+        length: int,
+        mask_BT: Tensor | None,
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+        past: int = 0,
     ) -> tuple[Reach, Reach | None]:
-        """Self-attention's reach over `length` tokens, and cross-attention's over the encoder's."""
-        chosen = self.config.attention_experts_per_token
-        bias_HTT = self.bias.all_pairs(length) if self.bias is not None else None
+        """Self-attention's reach over `length` tokens and `past` ones in a cache, which `mask_BT` counts too, and
+        cross-attention's over the encoder's.
+        """
+        chosen, keys = self.config.attention_experts_per_token, past + length
+        bias_HTT = self.bias.all_pairs(keys, past) if self.bias is not None else None
         window = self.config.relative_positions == "window"
-        own = Reach(length, chosen, mask_BT, self.is_causal, bias_HTT, window)
+        own = Reach(keys, chosen, mask_BT, self.is_causal, bias_HTT, window, past=past)
         if memory is None:
             return own, None
         return own, Reach(memory.shape[1], chosen, memory_mask)

@@ -1,6 +1,6 @@
-"""The cache of a decoder whose tokens stop at different depths, over transformers' caches.
+"""The cache of a decoder whose tokens stop at different depths, or go around layers, over transformers' caches.
 
-One slot for each layer and loop:
+A looped model has one slot for each layer and loop (a routed one holds the chosen tokens of a layer: `ChosenLayer`):
 
     0 .. P-1                      prelude
     P + (l-1) C + i               layer i of the core at loop l = 1..max_loops
@@ -18,11 +18,12 @@ cache_slots="last" keeps one slot for each layer of the core: a later token read
 wrote at their last. That is not what one pass computes; memory is 1/max_loops of the core's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from .linear_attention import RecurrentState
 from .memory import MemoryState
@@ -184,8 +185,9 @@ class ChosenLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times."""
-        if self.used is not None:
-            sequences = torch.arange(len(self.used), device=self.used.device)
+        some = [one for one in (self.used, *self.past.values()) if one is not None]
+        if some:
+            sequences = torch.arange(len(some[0]), device=some[0].device)
             self.reorder_cache(sequences.repeat_interleave(repeats))
 
     def reset(self) -> None:
@@ -333,6 +335,60 @@ class Slots:
         # a copy for each call: paged caches write into it
         key, value = self.cache.update(key, value, slot, kwargs=dict(self.extra))
         return key.transpose(1, 2), value.transpose(1, 2)
+
+
+class DecoderSlots:
+    """The cache of an encoder-decoder's decoder for one call; with no cache, a call sees its own tokens only.
+
+    Self-attention has one slot for each layer, or each step of a tied block: as many as the first call's steps. What
+    a token shows to the steps it did not run is in their slots too (`fill`), so decoding equals one pass over
+    everything. Cross-attention has one slot for each block, written by the first call.
+    """
+
+    def __init__(self, cache: EncoderDecoderCache | None, steps: int, blocks: int):
+        self.cache, self.steps = cache, 0
+        if cache is None:
+            return
+        if not isinstance(cache, EncoderDecoderCache) or cache.is_compileable:
+            raise ValueError(
+                "An encoder-decoder needs an EncoderDecoderCache of two dynamic caches, got"
+                f" {type(cache).__name__}{' of static ones' * isinstance(cache, EncoderDecoderCache)}."
+            )
+        own = cache.self_attention_cache
+        if not cache.get_seq_length():
+            own.layers = [GrowingLayer() for _ in range(steps)]
+            cache.cross_attention_cache.layers = [DynamicLayer() for _ in range(blocks)]
+            cache.is_updated = {}
+        self.steps = len(own.layers)
+        if steps > self.steps:
+            raise ValueError(
+                f"max_steps={steps} exceeds the cache's {self.steps} steps, those of the first call with it."
+            )
+
+    def write(self, slot: int, kv: KV) -> KV:
+        """This call's keys and values [B, T, H, D] into a slot -> all that may be read [B, K, H, D]."""
+        if self.cache is None:
+            return kv
+        key, value = (part.transpose(1, 2) for part in kv)
+        key, value = self.cache.self_attention_cache.update(key, value, slot)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+    def fill(self, kv: KV, first: int) -> None:
+        """The same keys and values into every slot from `first` on."""
+        for slot in range(first, self.steps):
+            self.write(slot, kv)
+
+    def memory(self, slot: int, make: Callable[[], KV]) -> tuple[KV, bool]:
+        """A block's cross-attention keys and values [B, S, H, D], and whether this call made them."""
+        if self.cache is None:
+            return make(), True
+        cross, done = self.cache.cross_attention_cache, self.cache.is_updated
+        made = not done.get(slot, False)
+        if made:
+            cross.update(*(part.transpose(1, 2) for part in make()), slot)
+            done[slot] = True
+        layer = cross.layers[slot]
+        return (layer.keys.transpose(1, 2), layer.values.transpose(1, 2)), made
 
 
 class RoutedSlots:

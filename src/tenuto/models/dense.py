@@ -4,11 +4,15 @@ The yardstick of every claim. With `attention_experts` > 1 and one head it is th
 Zhang et al. 2022), whose base model stands in Table 1 of SUT.
 """
 
+from functools import partial
+
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from .base import AdaptiveConfig, StackOutput
 from .block import Block, Stack
+from .cache import DecoderSlots
 from .experts import Balance
 from .heads import EncoderModel, SequenceClassifier
 from .ledger import Ledger
@@ -35,6 +39,7 @@ class TransformerStack(Stack):
 
     # it says itself that it has none of them
     knobs = ("threshold", "min_steps", "max_steps", "capacity", "selection", "output_routing")
+    cached = True
 
     def __init__(self, config, decoder: bool = False):
         super().__init__(config, decoder)
@@ -48,26 +53,34 @@ class TransformerStack(Stack):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         output_routing: bool = False,
+        cache: EncoderDecoderCache | None = None,
         **knobs,
     ) -> StackOutput:
-        """[B, T, d] embedded tokens, `mask_BT` true at tokens -> `StackOutput`. It has no depth knobs."""
+        """[B, T, d] embedded tokens, `mask_BT` true at tokens -> `StackOutput`. It has no depth knobs.
+
+        cache: of earlier tokens, which `mask_BT` counts too, [B, past + T]; this call extends it.
+        """
         asked = sorted(name for name, value in knobs.items() if value is not None)
         if asked:
             raise ValueError(
                 f"{', '.join(asked)}: a plain Transformer runs every layer for every token;"
                 " depth knobs need a universal model (ut-*, sut-*)."
             )
-        rows = Rows.of(x_BTd, mask_BT)
-        mask_BT = None if rows.index is None else mask_BT
-        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask)
+        past = 0 if cache is None else cache.get_seq_length()
+        slots = DecoderSlots(cache, len(self.blocks), len(self.blocks))
+        rows = Rows.of(x_BTd, None if mask_BT is None else mask_BT[:, past:])
+        mask_BT = None if rows.index is None and not past else mask_BT
+        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask, past)
         ledger, balance, routing = Ledger(rows.batch), {}, []
         h_Nd = rows.pack(x_BTd)
         for step, block in enumerate(self.blocks, 1):
-            kv = block.keys_values(h_Nd, rows, None)
-            memory_kv = block.memory_keys_values(memory) if memory is not None else None
-            memory_views = memory_reach.views(rows) if memory is not None else None
+            kv = slots.write(step - 1, block.keys_values(h_Nd, rows, None))
+            memory_kv, memory_views, made = None, None, False
+            if memory is not None:
+                memory_kv, made = slots.memory(step - 1, partial(block.memory_keys_values, memory))
+                memory_views = memory_reach.views(rows)
             h_Nd, dispatches = block(h_Nd, rows, kv, reach.views(rows), memory_kv, memory_views)
-            block.account(ledger, rows, rows, reach, memory, memory_reach)
+            block.account(ledger, rows, rows, reach, memory, memory_reach, first=made)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:
                     balance[f"{step}.{name}"] = Balance.of(dispatch, h_Nd.new_ones(len(rows)))

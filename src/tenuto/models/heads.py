@@ -39,19 +39,21 @@ class Embeddings(nn.Module):
         ids_BT: Tensor,
         mask_BT: Tensor | None,
         segments_BT: Tensor | None = None,
+        past: int = 0,
     ) -> Tensor:
-        """[B, T] token ids (and segment numbers) -> [B, T, d]."""
+        """[B, T] token ids (and segment numbers) -> [B, T, d]; `past` tokens came before, which the mask counts too."""
         size = self.config.hidden_size
         x_BTd = table(ids_BT)
         if self.segments is not None and segments_BT is not None:
             x_BTd = x_BTd + self.segments(segments_BT)
         x_BTd = x_BTd * size**0.5
         if self.config.positions == "sinusoidal":
-            codes_Td = sinusoidal_positions(ids_BT.shape[1], size, ids_BT.device).to(x_BTd.dtype)
+            length = past + ids_BT.shape[1]
+            codes_Kd = sinusoidal_positions(length, size, ids_BT.device).to(x_BTd.dtype)
             if mask_BT is None:
-                x_BTd = x_BTd + codes_Td
+                x_BTd = x_BTd + codes_Kd[past:]
             else:
-                x_BTd = x_BTd + codes_Td[(mask_BT.cumsum(-1) - 1).clamp(min=0)]
+                x_BTd = x_BTd + codes_Kd[(mask_BT.cumsum(-1) - 1).clamp(min=0)[:, past:]]
         return self.dropout(x_BTd)
 
 

@@ -12,6 +12,9 @@ The loop below is the algorithm of SUT (arXiv 2310.07096, section 2.4) with ordi
 
 A stopped token costs nothing more, and shows the others its final s (`final_state`). The masked form, which
 computes everything and selects, gives the same outputs and gradients; the tests hold one against the other.
+kv_source="hidden", an ablation of the paper, takes K, V from h instead of s.
+A decoder's cache has one slot for each step; what a stopped token shows goes into the slots of all steps it did not
+run, so that a later token reads what one pass would have given.
 With input injection the token's own embedding is added to every later step's input, to s for keys and values too. It
 does not change with the step, so a stopped token's keys and values do not either, and the rule holds.
 """
@@ -21,9 +24,11 @@ from typing import Literal
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from .base import AdaptiveConfig, StackOutput
 from .block import Block, Stack
+from .cache import DecoderSlots
 from .experts import Balance
 from .halting import POLICIES, check_knobs
 from .heads import EncoderModel, SequenceClassifier
@@ -43,6 +48,7 @@ class UniversalTransformerConfig(AdaptiveConfig):
     num_loops: int = 6  # L
     num_decoder_loops: int = 6
     input_injection: Literal["none", "add"] = "none"
+    kv_source: Literal["state", "hidden"] = "state"  # of a step's keys and values: s or h of the step before
 
     policy: Literal["fixed", "stick_breaking"] = "stick_breaking"
     halt_threshold: float = 0.999
@@ -61,6 +67,8 @@ class UniversalTransformerConfig(AdaptiveConfig):
                 f'act_weight={self.act_weight} has nothing to weigh with policy="fixed":'
                 " every token runs every step."
             )
+        if self.policy == "fixed" and self.kv_source == "hidden":
+            raise ValueError('kv_source="hidden" differs in nothing with policy="fixed", under which s is h.')
 
     def loss_weights(self) -> dict[str, float]:
         """Weights of the auxiliary losses by name."""
@@ -71,6 +79,7 @@ class UniversalStack(Stack):
     """One block iterated under a depth policy."""
 
     knobs = ("threshold", "min_steps", "max_steps", "output_routing")
+    cached = True
 
     def __init__(self, config, decoder: bool = False):
         super().__init__(config, decoder)
@@ -88,25 +97,31 @@ class UniversalStack(Stack):
         min_steps: int | None = None,
         max_steps: int | None = None,
         output_routing: bool = False,
+        cache: EncoderDecoderCache | None = None,
     ) -> StackOutput:
         """[B, T, d] embedded tokens, `mask_BT` true at tokens -> `StackOutput`.
 
-        threshold: a number, or [B] one for each sequence; min_steps, max_steps: bounds of the depth. All default to
-        the config's; max_steps may exceed it.
+        cache: of earlier tokens, which `mask_BT` counts too, [B, past + T]; this call extends it. threshold: a number,
+        or [B] one for each sequence; min_steps, max_steps: bounds of the depth. All default to the config's;
+        max_steps may exceed it.
         """
         threshold, min_steps, max_steps = self._knobs(threshold, min_steps, max_steps, len(x_BTd))
-        rows = Rows.of(x_BTd, mask_BT)
-        mask_BT = None if rows.index is None else mask_BT
+        past = 0 if cache is None else cache.get_seq_length()
+        slots = DecoderSlots(cache, max_steps, blocks=1)
+        rows = Rows.of(x_BTd, None if mask_BT is None else mask_BT[:, past:])
+        mask_BT = None if rows.index is None and not past else mask_BT
         policy, block = self.policy, self.block
-        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask)
-        memory_kv = block.memory_keys_values(memory) if memory is not None else None
+        reach, memory_reach = self.reaches(rows.length, mask_BT, memory, memory_mask, past)
+        memory_kv, made = None, False
+        if memory is not None:
+            memory_kv, made = slots.memory(0, lambda: block.memory_keys_values(memory))
         ledger, balance, routing, leavers = Ledger(rows.batch), {}, [], Leavers(rows)
 
         x_Nd = h_Nd = s_Nd = rows.pack(x_BTd)
         state, kv = policy.start(h_Nd), None
         for step in range(1, max_steps + 1):
             # the rows that ran the step before: their s is new; all others' keys and values stand already
-            kv_rows, kv_Nd = rows, self._input(s_Nd, x_Nd, step)
+            kv_rows, kv_Nd = rows, self._input(self._shown(h_Nd, s_Nd), x_Nd, step)
             if policy.asks(step, threshold, min_steps):
                 ledger.add("halting", rows.per_sequence, policy.row_macs)
                 asked = policy.ask(state, h_Nd, step - 1)
@@ -117,25 +132,34 @@ class UniversalStack(Stack):
                     leavers.add(rows, stopped, s_Nd, policy.expected_depth(state, step - 1), step - 1)
                     rows, asked = rows.select(kept), asked.select(kept)
                     x_Nd, h_Nd, s_Nd = (part.index_select(0, kept) for part in (x_Nd, h_Nd, s_Nd))
-                    # a sequence without a live token left has nobody to read its keys and values
-                    read = (rows.per_sequence > 0)[kv_rows.sequence].nonzero().squeeze(1)
-                    kv_rows, kv_Nd = kv_rows.select(read), kv_Nd.index_select(0, read)
+                    if cache is None:
+                        # a sequence without a live token left has nobody to read its keys and values
+                        read = (rows.per_sequence > 0)[kv_rows.sequence].nonzero().squeeze(1)
+                        kv_rows, kv_Nd = kv_rows.select(read), kv_Nd.index_select(0, read)
                 state = asked
             if not len(rows):
                 break
             kv = block.keys_values(kv_Nd, kv_rows, kv)
             memory_views = memory_reach.views(rows) if memory is not None else None
             h_Nd, dispatches = block(
-                self._input(h_Nd, x_Nd, step), rows, kv, reach.views(rows), memory_kv, memory_views
-            )
+                self._input(h_Nd, x_Nd, step), rows, slots.write(step - 1, kv), reach.views(rows), memory_kv,
+                memory_views,
+            )  # fmt: skip
             s_Nd = policy.combine(state, h_Nd)
-            block.account(ledger, rows, kv_rows, reach, memory, memory_reach, first=step == 1)
+            block.account(ledger, rows, kv_rows, reach, memory, memory_reach, first=made and step == 1)
             for name, dispatch in dispatches.items():
                 if self.training or output_routing:
                     used = Balance.of(dispatch, state.log_left.exp())
                     balance[name] = balance[name] + used if name in balance else used
                 if output_routing:
                     routing.append((step, name, rows.places, dispatch.experts, dispatch.gates))
+        # the steps that nobody ran: tokens yet to come read there what the stopped ones show
+        ran = max_steps if len(rows) else step - 1
+        if ran < slots.steps:
+            if len(rows):
+                kv_rows, kv_Nd = rows, self._input(self._shown(h_Nd, s_Nd), x_Nd, max_steps + 1)
+            block.attention.account_kv(ledger, kv_rows)
+            slots.fill(block.keys_values(kv_Nd, kv_rows, kv), first=ran)
         leavers.add(rows, None, s_Nd, policy.expected_depth(state, max_steps), max_steps)
         hidden, depths, expected = leavers.grids(self.final_norm)
         return StackOutput(
@@ -163,6 +187,10 @@ class UniversalStack(Stack):
             max_steps, min_steps = self.steps, min(min_steps, self.steps)
         check_knobs(threshold, min_steps, max_steps, batch)
         return threshold, min_steps, max_steps
+
+    def _shown(self, h_Nd: Tensor, s_Nd: Tensor) -> Tensor:
+        """What the next step's keys and values are made of."""
+        return h_Nd if self.config.kv_source == "hidden" else s_Nd
 
     def _input(self, states_Nd: Tensor, x_Nd: Tensor, step: int) -> Tensor:
         """What a step reads: the states, from step 2 on with the embedding injected if the config says so."""
