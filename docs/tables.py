@@ -167,6 +167,24 @@ def isoflops(name: str) -> str:
     return "\n".join(lines)
 
 
+def headline(name: str) -> str:
+    """The looped model of `tenuto isoflops` at every fixed depth and threshold, means over its seeds."""
+    some = [one for one in figures_of(name)["results"] if one["member"] == "looped"]
+    lines = [
+        f"| setting ({len(some)} seeds) | loss | % above full depth | loops/token | MACs % | better than fixed |",
+        "|---" * 6 + "|",
+    ]
+    for kind, label in (("fixed", "depth {max_steps}"), ("rows", "threshold {threshold:g}")):
+        for rows in zip(*(one[kind] for one in some), strict=True):
+            mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0] if key != "interval"}
+            better = f"{mean['saved_over_fixed']:+.4f}" if kind == "rows" else ""
+            lines.append(
+                f"| {label.format(**rows[0])} | {mean['loss']:.4f} | {mean['loss_percent']:+.2f}"
+                f" | {mean['mean_depth']:.2f} | {100 * mean['macs_share']:.1f} | {better} |"
+            )
+    return "\n".join(lines)
+
+
 def lines_of(name: str) -> str:
     """How long a model file is."""
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
@@ -181,6 +199,7 @@ MAKERS = {
     "language": language,
     "compare": compare,
     "isoflops": isoflops,
+    "headline": headline,
     "lines": lines_of,
 }
 
