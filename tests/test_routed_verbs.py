@@ -203,7 +203,7 @@ def test_a_request_is_billed_for_the_layers_it_ran(sdt):
     # two layers for every token; two of five tokens, one of three in each of the two others
     assert [cost.steps for cost in costs] == [2 * 5 + 2 * 2, 2 * 3 + 2 * 1]
     assert costs[0].macs > costs[1].macs > 0
-    assert harness.realised(loaded.model, 3.0) == {"capacity_realised": 0.5}
+    assert harness.realised(loaded.model.config, 3.0) == 0.5
     for knob, kind in (("max_steps", "SDTForCausalLM has no knob 'max_steps'; its knobs are capacity"),):
         with pytest.raises(ValueError, match=kind):
             harness.check_knobs(loaded.model, {knob: 2})
@@ -477,7 +477,9 @@ def test_report_of_an_stt_names_its_router(stt):
     well_formed(html)
     weak = []
     for layer, one in figures["routers"].items():
-        assert one["beats"] == (one["router"] > one["router_majority"])
+        # by two standard errors of a few hundred tokens, or not
+        lead = one["router"] - one["router_majority"]
+        assert lead > 0 if one["beats"] else lead < 0.1
         weak += [] if one["beats"] else [layer]
     assert "majority rate</span>" in html and "dearer than dense" in html
     assert "router right %" in html and "How the choice went in training" in html
