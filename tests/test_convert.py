@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from tenuto import convert as conversion
-from tenuto import models
 from tenuto.cli import main
 from tenuto.convert import TARGETS, convert, convert_folder, difference, fields_of, fill, read
 from tenuto.evaluate import load
@@ -52,13 +51,6 @@ SOURCES = {
     "qwen2, wide heads, untied": Qwen2Config(**SIZES, head_dim=10),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
 }
-
-
-def target(to):
-    """The target's name; skips while its config class does not exist."""
-    if not hasattr(models, TARGETS[to][0]):
-        pytest.skip(f"tenuto.models has no {TARGETS[to][0]}")
-    return to
 
 
 def random_source(config):
@@ -105,7 +97,7 @@ def run(*words):
 @pytest.mark.parametrize("name", SOURCES)
 def test_neutral_setting_is_the_source(name, to):
     source = random_source(SOURCES[name])
-    model = convert(source, target(to))
+    model = convert(source, to)
     assert difference(source, model, to, 48) < 1e-10
     # left padding, as in generation
     ids, mask = torch.randint(96, (2, 12)), torch.ones(2, 12, dtype=torch.long)
@@ -119,7 +111,7 @@ def test_neutral_setting_is_the_source(name, to):
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_changed_weight_is_noticed(to):
     source = random_source(SOURCES["llama, tied"])
-    model = convert(source, target(to))
+    model = convert(source, to)
     next(iter(source.model.layers[2].mlp.parameters())).data[0, 0] += 0.1
     assert difference(source, model, to, 48) > 1e-4
 
@@ -150,9 +142,7 @@ def test_an_injection_is_new_and_idle_in_one_loop():
 @pytest.mark.parametrize("to", ["sdt", "stt", "mod"])
 def test_new_parameters_follow_the_seed(to):
     source = random_source(SOURCES["llama, tied"])
-    first, again, other = (
-        dict(convert(source, target(to), seed=seed).named_parameters()) for seed in (0, 0, 1)
-    )
+    first, again, other = (dict(convert(source, to, seed=seed).named_parameters()) for seed in (0, 0, 1))
     new = [name for name in first if name.startswith(conversion.NEW)]
     assert new and all(first[name].dtype == torch.float64 for name in new)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -161,7 +151,7 @@ def test_new_parameters_follow_the_seed(to):
 
 @pytest.mark.parametrize("to", ["sdt", "stt", "mod"])
 def test_routed_layers_are_chosen(to):
-    config = convert(random_source(SOURCES["llama, tied"]), target(to), routed=[2]).config
+    config = convert(random_source(SOURCES["llama, tied"]), to, routed=[2]).config
     assert config.routed_layers == [2]
 
 
@@ -182,7 +172,7 @@ def test_a_folder_goes_there_and_back(folder, tmp_path, to):
     (folder / "generation_config.json").write_text(
         json.dumps({**source, "eos_token_id": [2, 7], "pad_token_id": 3})
     )
-    figures = convert_folder(folder, target(to), tmp_path / "out")
+    figures = convert_folder(folder, to, tmp_path / "out")
     assert figures["difference"] < 1e-4 and figures["checked_tokens"] == 128
     original, _ = read(folder)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -227,7 +217,7 @@ def test_the_command_line(folder, tmp_path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_converted_model_takes_the_harness(folder, tmp_path, to):
     pytest.importorskip("lm_eval", reason="needs tenuto[eval]")
-    convert_folder(folder, target(to), tmp_path / "out")
+    convert_folder(folder, to, tmp_path / "out")
     loaded, neutral = load(tmp_path / "out", trained=False), TARGETS[to][1]
     task = "blimp_adjunct_island"
     figures = evaluate_lm(loaded.model, loaded.tokenizer, [task], limit=4, **neutral)["rows"][0]
@@ -344,7 +334,7 @@ def test_wrong_words_are_refused(folder, tmp_path, monkeypatch):
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs the shared folder with stories260k")
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_pretrained_model_stays_itself(to, tmp_path):
-    figures = convert_folder(STORIES, target(to), tmp_path)
+    figures = convert_folder(STORIES, to, tmp_path)
     assert figures["checked_tokens"] == 512 and figures["difference"] < 1e-4
     if to == "looped":
         words = ("--prompt", "Once upon a time", "--tokens", 12, "--greedy", "--json")
