@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -156,7 +157,10 @@ def compare(name: str) -> str:
 
 def isoflops(name: str) -> str:
     """The members of `tenuto isoflops`, each against the looped model, seed by seed."""
-    lines = ["| model | seeds | parameters | loss | minus looped | MMACs/token | training CPU s |", "|---" * 7 + "|"]
+    lines = [
+        "| model | seeds | parameters | loss | minus looped | MMACs/token | training CPU s |",
+        "|---" * 7 + "|",
+    ]
     for row in figures_of(name)["members"]:
         lines.append(
             f"| {row['member']} | {row['seeds']} | {row['parameters']:,}"
@@ -185,6 +189,113 @@ def headline(name: str) -> str:
     return "\n".join(lines)
 
 
+def matrix(name: str) -> str:
+    """The cells of `tenuto matrix`: a row for each body, policy and budget."""
+    lines = [
+        "| body | policy | loops | parameters | loss | mean depth | MMACs/token | tokens/s | better than fixed | collapsed |",
+        "|---" * 10 + "|",
+    ]
+    for row in figures_of(name)["rows"]:
+        saved = row["saved_over_fixed"]
+        lines.append(
+            f"| {row['body']} | {row['policy']} | {row['loops']} | {row['parameters']:,}"
+            f" | {_with(row['loss'], row['loss_spread'], '.4f')} | {row['mean_depth']:.2f}"
+            f" | {row['macs_per_token'] / 1e6:.3f} | {row['tokens_per_second']:,}"
+            f" | {'' if saved is None else f'{saved:+.4f}'} | {'yes' if row['collapsed'] else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def grid(name: str) -> str:
+    """The grid of the exponent: held-out loss by width and loops, means over seeds."""
+    cells: dict[tuple[int, int], list[float]] = {}
+    for one in figures_of(name)["results"]:
+        if one["member"] == "grid":
+            cells.setdefault((one["width"], one["r"]), []).append(one["loss"])
+    widths, loops = (sorted({key[side] for key in cells}) for side in (0, 1))
+    lines = [
+        f"| width | {' | '.join(f'{r} x {max(loops) // r} layers' for r in loops)} |",
+        "|---" * (1 + len(loops)) + "|",
+    ]
+    for width in widths:
+        row = []
+        for r in loops:
+            some = cells.get((width, r), [])
+            mean = sum(some) / len(some) if some else None
+            spread = statistics.stdev(some) if len(some) > 1 else None
+            row.append(_with(mean, spread, ".4f"))
+        lines.append(f"| {width} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def exponent(name: str) -> str:
+    """The fitted exponent and its interval."""
+    fit = figures_of(name)["exponent"]
+    low, high = fit["interval"]
+    return f"{fit['phi']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def stopping(name: str) -> str:
+    """benchmarks/depth.py: what stopping early saves."""
+    lines = [
+        "| case | seconds, full depth | seconds, adaptive | saved MACs % | saved seconds % | realised % |",
+        "|---" * 6 + "|",
+    ]
+    for case, row in figures_of(name).items():
+        lines.append(
+            f"| {case} | {row['seconds_full']:.2f} | {row['seconds_adaptive']:.2f} | {100 * row['saving_macs']:.1f}"
+            f" | {100 * row['saving_seconds']:.1f} | {100 * row['realised']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def topics(name: str) -> str:
+    """Depth by topic, raw and adjusted, with the oracle's."""
+    figures = figures_of(name)
+    lines = [
+        "| topic | tokens | loops/token | effect size | adjusted | oracle |",
+        "|---" * 6 + "|",
+    ]
+
+    def ranged(row: dict) -> str:
+        low, high = row["interval"]
+        return f"{row['mean']:.3f} [{low:.3f}, {high:.3f}]"
+
+    for topic, row in figures["by_topic"].items():
+        lines.append(
+            f"| {topic} | {row['tokens']:,} | {ranged(row)} | {row.get('effect', 0.0):+.2f}"
+            f" | {ranged(figures['by_topic_adjusted'][topic])} | {ranged(figures['oracle']['by_topic'][topic])} |"
+        )
+    return "\n".join(lines)
+
+
+def rules(name: str) -> str:
+    """Exit rules: loss saved against a fixed depth of the same MACs, and how much of the oracle's headroom that is."""
+    lines = [
+        "| rule | threshold | loops/token | loss | better than fixed | % of the headroom |",
+        "|---" * 6 + "|",
+    ]
+    for row in figures_of(name)["rules"]:
+        share = "" if row["of_headroom"] is None else f"{100 * row['of_headroom']:.1f}"
+        lines.append(
+            f"| {row['rule']} | {row['threshold']:g} | {row['mean_depth']:.2f} | {row['loss']:.4f}"
+            f" | {row['saved_over_fixed']:+.4f} | {share} |"
+        )
+    return "\n".join(lines)
+
+
+def slots(name: str) -> str:
+    """benchmarks/slots.py: the exact cache beside one slot a layer."""
+    lines = ["| setting | cache | loss | loops/token | K/V bytes per token |", "|---" * 5 + "|"]
+    for key, row in figures_of(name).items():
+        if isinstance(row, dict):
+            setting, kind = key.rsplit(", ", 1)
+            lines.append(
+                f"| {setting} | {kind} | {row['loss']:.4f} | {row['loops']:.2f} | {row['kv_bytes_per_token']:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def lines_of(name: str) -> str:
     """How long a model file is."""
     return str(len((ROOT / "src" / "tenuto" / "models" / f"{name}.py").read_text().splitlines()))
@@ -200,6 +311,13 @@ MAKERS = {
     "compare": compare,
     "isoflops": isoflops,
     "headline": headline,
+    "matrix": matrix,
+    "grid": grid,
+    "exponent": exponent,
+    "stopping": stopping,
+    "topics": topics,
+    "rules": rules,
+    "slots": slots,
     "lines": lines_of,
 }
 
