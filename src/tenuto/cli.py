@@ -13,6 +13,8 @@ from contextlib import redirect_stdout
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from . import verbs
+from .verbs.making import PRINT_CONFIG
+from .verbs.shared import SELECTIONS, UsageError
 
 
 class _Help(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -60,7 +62,7 @@ def _parser() -> ArgumentParser:
             one.add_argument(
                 "--capacity", type=float, help="of a routed model: share of tokens that its layers take"
             )
-            one.add_argument("--selection", help=f"of a routed model: {', '.join(verbs.SELECTIONS)}")
+            one.add_argument("--selection", help=f"of a routed model: {', '.join(SELECTIONS)}")
         if "result" in options:
             one.add_argument("--result", help="write a result file (JSON) here as well")
         one.add_argument(
@@ -74,9 +76,7 @@ def _parser() -> ArgumentParser:
     one.add_argument("recipe", help="a YAML file; `--KEY.SUB=VALUE` changes single keys of it")
     one.add_argument("--output", help="folder for the model, its logs and checkpoints")
     one.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    one.add_argument(
-        verbs.PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop"
-    )
+    one.add_argument(PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop")
     one = add(verbs.prepare, "wmt14 --input FOLDER --output data/wmt14")
     one.add_argument("corpus", help="wmt14")
     one.add_argument("--input", help="folder with the published files, unpacked, plain or .gz")
@@ -191,7 +191,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             waiting = False
         elif word.startswith("--") and word.split("=", 1)[0] not in own:
             overrides.append(word)
-            waiting = "=" not in word and word != verbs.PRINT_CONFIG
+            waiting = "=" not in word and word != PRINT_CONFIG
         else:
             kept.append(word)
             waiting = False
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(figures, indent=1))
         else:
             show()
-    except verbs.UsageError as error:
+    except UsageError as error:
         print(f"tenuto: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -117,7 +117,8 @@ def demo(
 
 
 def _show(result: dict[str, Any]) -> None:
-    from .verbs import knob_table, table
+    from .verbs.logic import knob_table
+    from .verbs.shared import table
 
     live, checkpoint = result["live"], result["checkpoint"]
     print(
