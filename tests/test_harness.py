@@ -17,8 +17,10 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tenuto import harness
+from tenuto import harness, harness_tasks
+from tenuto.forward import Cost
 from tenuto.models.ledger import Ledger
+from tenuto.perplexity import perplexity, windows
 
 PROMPT = """The following are multiple choice questions (with answers) about anatomy.
 
@@ -113,30 +115,32 @@ def slow_score(model, context, continuation):
 
 def test_shipped_files_are_the_recorded_ones_and_complete():
     for name, files in (("blimp", 1), ("mmlu", 3)):
-        folder = harness.DATA / "files" / name
+        folder = harness_tasks.DATA / "files" / name
         sums = (folder / "SHA256SUMS").read_text().splitlines()
         assert len(sums) == files and (folder / "README.md").is_file()
         for line in sums:
             found, file = line.split()
             assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == found
-    assert [len(pairs) for pairs in harness.blimp().values()] == [1000] * 67
-    subjects = harness.mmlu("test").keys()
+    assert [len(pairs) for pairs in harness_tasks.blimp().values()] == [1000] * 67
+    subjects = harness_tasks.mmlu("test").keys()
     for split, count in (("dev", 285), ("val", 1531), ("test", 14042)):
-        parts = harness.mmlu(split)
+        parts = harness_tasks.mmlu(split)
         assert parts.keys() == subjects and len(parts) == 57
         assert sum(map(len, parts.values())) == count
-    assert {len(rows) for rows in harness.mmlu("dev").values()} == {5}
-    assert sorted(one for group in harness.mmlu_categories().values() for one in group) == sorted(subjects)
+    assert {len(rows) for rows in harness_tasks.mmlu("dev").values()} == {5}
+    assert sorted(one for group in harness_tasks.mmlu_categories().values() for one in group) == sorted(
+        subjects
+    )
 
 
 def test_a_changed_file_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "files" / "blimp"
     folder.mkdir(parents=True)
-    (folder / "SHA256SUMS").write_text((harness.DATA / "files/blimp/SHA256SUMS").read_text())
+    (folder / "SHA256SUMS").write_text((harness_tasks.DATA / "files/blimp/SHA256SUMS").read_text())
     (folder / "blimp.jsonl.gz").write_bytes(gzip.compress(b"{}"))
-    monkeypatch.setattr(harness, "DATA", tmp_path)
+    monkeypatch.setattr(harness_tasks, "DATA", tmp_path)
     with pytest.raises(ValueError, match=r"blimp\.jsonl\.gz is not the published file"):
-        harness._read.__wrapped__("blimp/blimp.jsonl.gz")
+        harness_tasks._read.__wrapped__("blimp/blimp.jsonl.gz")
 
 
 def test_blimp_equals_the_direct_comparison(llama, tokenizer):
@@ -145,7 +149,7 @@ def test_blimp_equals_the_direct_comparison(llama, tokenizer):
     json.dumps(said)
     for name in PARADIGMS:
         right = []
-        for place, pair in enumerate(harness.blimp()[name.removeprefix("blimp_")][:4]):
+        for place, pair in enumerate(harness_tasks.blimp()[name.removeprefix("blimp_")][:4]):
             scores = [
                 slow_score(llama, [tokenizer.bos_token_id], tokenizer.encode(pair[which]))
                 for which in ("sentence_good", "sentence_bad")
@@ -160,7 +164,7 @@ def test_blimp_equals_the_direct_comparison(llama, tokenizer):
 
 
 def test_scores_equal_those_of_lm_evals_own_model(model, tokenizer):
-    tasks, _ = harness.build_tasks(["mmlu_anatomy", PARADIGMS[0]], num_fewshot=0)
+    tasks, _ = harness_tasks.build_tasks(["mmlu_anatomy", PARADIGMS[0]], num_fewshot=0)
     requests = []
     with harness._quiet():
         for task in tasks.values():
@@ -175,13 +179,13 @@ def test_scores_equal_those_of_lm_evals_own_model(model, tokenizer):
 
 
 def test_ties_and_nan_are_not_right():
-    assert harness._prefers_good({}, [(-1.0, False), (-2.0, False)]) == {"acc": 1.0}
-    assert harness._prefers_good({}, [(-1.0, False), (-1.0, False)]) == {"acc": 0.0}
-    assert harness._prefers_good({}, [(math.nan, False), (math.nan, False)]) == {"acc": 0.0}
+    assert harness_tasks._prefers_good({}, [(-1.0, False), (-2.0, False)]) == {"acc": 1.0}
+    assert harness_tasks._prefers_good({}, [(-1.0, False), (-1.0, False)]) == {"acc": 0.0}
+    assert harness_tasks._prefers_good({}, [(math.nan, False), (math.nan, False)]) == {"acc": 0.0}
 
 
 def test_mmlu_prompt():
-    tasks, _ = harness.build_tasks(["mmlu_anatomy"])
+    tasks, _ = harness_tasks.build_tasks(["mmlu_anatomy"])
     task = tasks["mmlu_anatomy"]
     assert task.config.num_fewshot == 5
     prompt = task.fewshot_context(task.task_docs[0], 1)
@@ -196,8 +200,8 @@ def test_mmlu_prompt():
 def test_groups_weigh_paradigms_alike_and_subjects_by_size(model, tokenizer):
     subjects = ["anatomy", "abstract_algebra"]
     with pytest.raises(ValueError, match="subjects narrow the task mmlu"):
-        harness.build_tasks(["blimp"], subjects=subjects)
-    tasks, groups = harness.build_tasks(["blimp", "mmlu", "mmlu_stem", "mmlu_virology"], 0, subjects)
+        harness_tasks.build_tasks(["blimp"], subjects=subjects)
+    tasks, groups = harness_tasks.build_tasks(["blimp", "mmlu", "mmlu_stem", "mmlu_virology"], 0, subjects)
     assert len(tasks) == 67 + 19 + 1 and list(groups) == ["blimp", "mmlu", "mmlu_stem"]
     assert groups["mmlu"].child_names == ["mmlu_anatomy", "mmlu_abstract_algebra"]
     figures = {
@@ -230,11 +234,11 @@ def test_depth_and_macs_reach_the_request_that_caused_them(model, tokenizer):
         part = name.partition("_")[2]
         for place, sample in enumerate(free["samples_by_task"][name]):
             if name.startswith("mmlu"):
-                assert sample["doc"]["question"] == harness.mmlu()[part][place]["question"]
+                assert sample["doc"]["question"] == harness_tasks.mmlu()[part][place]["question"]
                 # the letter itself is only predicted: four requests read the same bytes
                 rows = [tokenizer.encode(sample["arguments"][0][0] + " ")]
             else:
-                pair = harness.blimp()[part][place]
+                pair = harness_tasks.blimp()[part][place]
                 texts = pair["sentence_good"], pair["sentence_bad"]
                 rows = [[tokenizer.bos_token_id, *tokenizer.encode(text)[:-1]] for text in texts]
             depths = torch.cat([steps(torch.tensor(row)) for row in rows])
@@ -263,7 +267,7 @@ def test_requests_that_share_an_input_or_start_with_bos(model, tokenizer):
         before = before[-(9 - len(after)) :]
         assert score == pytest.approx(slow_score(model, before, after), abs=1e-4)
         read = torch.tensor([*before, *after][:-1])
-        assert lm.costs["task", place, 0] == harness.Cost(
+        assert lm.costs["task", place, 0] == Cost(
             len(read), int(steps(read).sum()), 100 * int(steps(read).sum())
         )
     assert lm.rows == 3 and lm.truncated == 1
@@ -284,7 +288,7 @@ def test_perplexity_equals_a_direct_loop(model, tokenizer, tmp_path, length, str
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text.encode())
     (tmp_path / "more.txt.gz").write_bytes(gzip.compress(b"one two three four five"))
-    said = harness.perplexity(
+    said = perplexity(
         model, tokenizer, [tmp_path, tmp_path / "more.txt.gz"], length=length, stride=stride, batch_size=3
     )
     nats, count = 0.0, 0
@@ -307,7 +311,7 @@ def test_windows_predict_every_token_once():
     for total in (1, 2, 9, 30):
         for length, stride in ((1, 1), (4, 2), (8, 8), (40, 20)):
             scored = []
-            for window, new in harness.windows(range(total + 1), length, stride):
+            for window, new in windows(range(total + 1), length, stride):
                 assert len(window) <= length + 1 and new >= 1
                 scored += window[-new:]
             assert scored == list(range(1, total + 1))
@@ -316,7 +320,7 @@ def test_windows_predict_every_token_once():
 def test_the_model_stays_in_its_mode_and_the_tokenizer_as_it_was(llama, tokenizer, tmp_path):
     (tmp_path / "text").write_text("abc")
     llama.train()
-    harness.perplexity(llama, tokenizer, tmp_path / "text")
+    perplexity(llama, tokenizer, tmp_path / "text")
     harness.evaluate_lm(llama, tokenizer, PARADIGMS[:1], limit=1)
     assert llama.training and tokenizer.pad_token is None
     llama.eval()
@@ -328,13 +332,13 @@ def test_errors_are_sentences(model, llama, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a list of names: \['blimp'\]"):
         harness.evaluate_lm(model, tokenizer, "blimp")
     with pytest.raises(ValueError, match="MMLU has no subject or category alchemy"):
-        harness.build_tasks(["mmlu"], subjects=["alchemy"])
+        harness_tasks.build_tasks(["mmlu"], subjects=["alchemy"])
     with pytest.raises(ValueError, match="num_fewshot must be 0 to 5"):
-        harness.build_tasks(["mmlu"], num_fewshot=6)
+        harness_tasks.build_tasks(["mmlu"], num_fewshot=6)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no knob 'threshold'"):
         harness.evaluate_lm(llama, tokenizer, PARADIGMS, thresholds=(0.5,))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no knob 'max_steps'"):
-        harness.perplexity(llama, tokenizer, tmp_path, max_steps=2)
+        perplexity(llama, tokenizer, tmp_path, max_steps=2)
     with pytest.raises(ValueError, match=r"Give thresholds=\(0.5,\)"):
         harness.evaluate_lm(model, tokenizer, PARADIGMS, threshold=0.5)
     with pytest.raises(ValueError, match="limit must be at least 1"):
@@ -344,17 +348,17 @@ def test_errors_are_sentences(model, llama, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
         harness.AdaptiveLM(model, byte_tokenizer())
     with pytest.raises(FileNotFoundError, match=r"has no file \*\.py"):
-        harness.perplexity(model, tokenizer, tmp_path)
+        perplexity(model, tokenizer, tmp_path)
     with pytest.raises(FileNotFoundError, match="There is no file or folder"):
-        harness.perplexity(model, tokenizer, tmp_path / "nowhere")
+        perplexity(model, tokenizer, tmp_path / "nowhere")
     (tmp_path / "bad.py").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"bad\.py is not UTF-8 text"):
-        harness.perplexity(model, tokenizer, tmp_path)
+        perplexity(model, tokenizer, tmp_path)
     (tmp_path / "bad.py").write_bytes(b"")
     with pytest.raises(ValueError, match="The files hold no text"):
-        harness.perplexity(model, tokenizer, tmp_path)
+        perplexity(model, tokenizer, tmp_path)
     with pytest.raises(ValueError, match="stride 9 must be 1 to length 8"):
-        harness.perplexity(model, tokenizer, tmp_path, length=8, stride=9)
+        perplexity(model, tokenizer, tmp_path, length=8, stride=9)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'tenuto\[eval\]'"):
         harness.evaluate_lm(model, tokenizer)

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tenuto import calibrate, harness
 from tenuto.cli import main
 from tenuto.evaluate import load
-from tenuto.language import corpus_of, halves, measure
+from tenuto.forward import check_knobs, run
+from tenuto.language import corpus_of, halves, measure, realised
 from tenuto.routed_page import _verdict, measure_routed, routed_page, says, shift, shift_of
 
 TEXT = {
@@ -199,14 +200,14 @@ def test_evaluate_files_at_several_capacities(sdt, fresh, texts, capsys):
 
 def test_a_request_is_billed_for_the_layers_it_ran(sdt):
     loaded, rows = load(sdt), [[1, 40, 50, 60, 70], [1, 90, 80]]
-    _, costs, _ = harness.run(loaded.model, rows, {"capacity": 0.5, "selection": "topk"})
+    _, costs, _ = run(loaded.model, rows, {"capacity": 0.5, "selection": "topk"})
     # two layers for every token; two of five tokens, one of three in each of the two others
     assert [cost.steps for cost in costs] == [2 * 5 + 2 * 2, 2 * 3 + 2 * 1]
     assert costs[0].macs > costs[1].macs > 0
-    assert harness.realised(loaded.model.config, 3.0) == 0.5
+    assert realised(loaded.model.config, 3.0) == 0.5
     for knob, kind in (("max_steps", "SDTForCausalLM has no knob 'max_steps'; its knobs are capacity"),):
         with pytest.raises(ValueError, match=kind):
-            harness.check_knobs(loaded.model, {knob: 2})
+            check_knobs(loaded.model, {knob: 2})
     with pytest.raises(ValueError, match="in place of capacity"):
         harness.evaluate_lm(loaded.model, loaded.tokenizer, capacity=0.5)
 

@@ -89,7 +89,7 @@ def evaluate(options) -> Any:
 
 def _perplexity(options, several: dict[str, Sequence[float]], knobs: dict[str, Any]) -> dict[str, Any]:
     from ..evaluate import load
-    from ..harness import perplexity
+    from ..perplexity import perplexity
 
     loaded = load(options.checkpoint, options.policy, trained=False)
     one = (loaded.model, loaded.tokenizer, options.files.split(","))
