@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tenuto.convert import convert, read
-from tenuto.data.text import Source, read_documents
+from tenuto.data.text_documents import Source, read_documents
 from tenuto.harness import evaluate_lm
 from tenuto.results import write_result
 

@@ -314,7 +314,7 @@ def test_the_best_threshold_is_judged_on_other_documents(trained):
 
 
 def test_pieces_keep_split_characters_whole():
-    from tenuto.data.text import byte_tokenizer
+    from tenuto.data.text_tokenizers import byte_tokenizer
     from tenuto.written import pieces
 
     words = byte_tokenizer()

@@ -58,7 +58,7 @@ def stt(folder):
 @pytest.fixture(scope="module")
 def fresh(folder):
     """As `tenuto convert` leaves it: no recipe, no levels."""
-    from tenuto.data.text import byte_tokenizer
+    from tenuto.data.text_tokenizers import byte_tokenizer
     from tenuto.presets import build, preset
 
     torch.manual_seed(0)

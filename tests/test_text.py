@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.data import text as tx
+from tenuto.data.text import Mix, PackedDataset, join, pack, read_corpus
+from tenuto.data.text_documents import FILES, Source, held_out, read_documents
+from tenuto.data.text_tokenizers import (
+    BOS,
+    BYTE_VOCABULARY,
+    EOS,
+    byte_tokenizer,
+    encode_documents,
+    load_tokenizer,
+    train_bpe,
+)
 
 quick = settings(deadline=None, max_examples=30, derandomize=True, database=None)
 # bytes of every kind, line ends that are not \n, joined and combining characters, tokens spelt out
@@ -30,7 +40,7 @@ HARD = [
 @pytest.fixture(scope="module")
 def tokenizers():
     sample = ["the cat sat on the mat 12 34 the cat", "she said <eos> the café — 漢字 the mat"] * 20
-    return {"byte": tx.byte_tokenizer(), "bpe": tx.train_bpe(sample, 300)}
+    return {"byte": byte_tokenizer(), "bpe": train_bpe(sample, 300)}
 
 
 @pytest.fixture
@@ -55,7 +65,7 @@ def lines(path, *rows):
 
 
 def read(source, part=None):
-    return [(document.name, document.text) for document in tx.read_documents(source, part)]
+    return [(document.name, document.text) for document in read_documents(source, part)]
 
 
 # sources
@@ -67,7 +77,7 @@ def test_text_files(folder):
         ("c.md", "# head"),
         ("d.txt.gz", "packed\r\nü"),
     ]
-    assert read(tx.Source(str(folder / "a.txt"), blank_lines=True)) == [
+    assert read(Source(str(folder / "a.txt"), blank_lines=True)) == [
         ("a.txt:1", "first"),
         ("a.txt:2", "second\nline"),
     ]
@@ -77,7 +87,7 @@ def test_text_files(folder):
 
 def test_topic(folder):
     def topic(path, **options):
-        return next(tx.read_documents(tx.Source(path, **options))).topic
+        return next(read_documents(Source(path, **options))).topic
 
     assert topic(f"{folder}/sub/*.py") == "sub"
     assert topic(str(folder / "d.txt.gz")) == "d"
@@ -89,10 +99,10 @@ def test_limit_counts_bytes_and_cuts_between_characters(folder):
     whole = "packed\r\nü"
     for limit in range(1, 12):
         path = str(folder / "d.txt.gz")
-        (_, text), *more = read(tx.Source(path, limit_bytes=limit))
+        (_, text), *more = read(Source(path, limit_bytes=limit))
         assert not more
         assert text == whole.encode()[:limit].decode(errors="ignore")
-    texts = [text for _, text in read(tx.Source(str(folder), limit_bytes=31))]
+    texts = [text for _, text in read(Source(str(folder), limit_bytes=31))]
     assert texts == ["first\n\n \n\nsecond\nline\n\n\n", "# head", "p"]
 
 
@@ -100,7 +110,7 @@ def test_json_lines(tmp_path):
     path = lines(tmp_path / "a.jsonl.gz", {"text": "u\u2028v\x85"}, "", {"text": "w"})
     assert read(path) == [("a.jsonl.gz:1", "u\u2028v\x85"), ("a.jsonl.gz:3", "w")]
     path = lines(tmp_path / "b.jsonl", {"q": "2+2?", "a": 4, "no": None})
-    assert read(tx.Source(path, template="{q}\n{a}")) == [("b.jsonl:1", "2+2?\n4")]
+    assert read(Source(path, template="{q}\n{a}")) == [("b.jsonl:1", "2+2?\n4")]
     path = lines(tmp_path / "lone.jsonl", r'{"text": "a\ud800b"}')
     assert read(path) == [("lone.jsonl:1", "a?b")]
 
@@ -116,7 +126,7 @@ def test_json_lines(tmp_path):
 )
 def test_dialogues(tmp_path, turns):
     path = lines(tmp_path / "talk.jsonl.gz", {"id": "x", "turns": turns})
-    assert read(tx.Source(path, field="turns")) == [("talk.jsonl.gz:1", "1: Hello\nyou\n2: Hi")]
+    assert read(Source(path, field="turns")) == [("talk.jsonl.gz:1", "1: Hello\nyou\n2: Hi")]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,7 @@ def test_json_errors_name_file_and_line(tmp_path, row, options, message):
     good = {"text": "fine", "q": "fine", "answer": "fine"}
     path = lines(tmp_path / "bad.jsonl", good, "", row)
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: " + message):
-        read(tx.Source(path, **options))
+        read(Source(path, **options))
 
 
 def test_errors(folder):
@@ -150,7 +160,7 @@ def test_errors(folder):
     with pytest.raises(ValueError, match=r"empty\.py has no text\."):
         read(str(folder / "sub/empty.py"))
     with pytest.raises(ValueError, match="has no text in its validation part"):
-        read(tx.Source(str(folder), held_out=0), "validation")
+        read(Source(str(folder), held_out=0), "validation")
     with pytest.raises(ValueError, match="no part 'test'"):
         read("math", "test")
     (folder / "latin.txt").write_bytes(b"caf\xe9!")
@@ -162,11 +172,11 @@ def test_hub_streams_a_local_file(tmp_path):
     pytest.importorskip("datasets")
     rows = [{"text": f"row {k}\u2028."} for k in range(3)]
     path = lines(tmp_path / "local.jsonl", *rows)
-    found = list(tx.read_documents(tx.Source(f"hf:{path}", held_out=0)))
+    found = list(read_documents(Source(f"hf:{path}", held_out=0)))
     assert found == [(f"row {k}\u2028.", "local", f"local.jsonl/train:{k + 1}") for k in range(3)]
     assert [text for _, text in read(f"hf:{tmp_path}")] == [row["text"] for row in rows]
     with pytest.raises(ValueError, match=r"local\.jsonl/train:1: there is no field 'body'"):
-        read(tx.Source(f"hf:{path}", field="body"))
+        read(Source(f"hf:{path}", field="body"))
 
 
 def test_hub_without_datasets(monkeypatch):
@@ -180,7 +190,7 @@ def test_hub_without_datasets(monkeypatch):
 
 @pytest.mark.parametrize("name", ["prose", "math"])
 def test_shipped_files_are_the_recorded_ones(name):
-    folder = tx.FILES / name
+    folder = FILES / name
     recorded = dict(
         reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().strip().split("\n")
     )
@@ -193,7 +203,7 @@ def test_changed_shipped_file_is_refused(monkeypatch, tmp_path):
     (tmp_path / "math").mkdir()
     (tmp_path / "math" / "SHA256SUMS").write_text("0" * 64 + "  test.jsonl.gz\n")
     lines(tmp_path / "math" / "test.jsonl.gz", {"question": "q", "answer": "a"})
-    monkeypatch.setattr(tx, "FILES", tmp_path)
+    monkeypatch.setattr("tenuto.data.text_documents.FILES", tmp_path)
     with pytest.raises(ValueError, match="is not the shipped file"):
         read("math")
 
@@ -213,13 +223,13 @@ def test_shipped_corpora():
         "did Natalia sell altogether in April and May?\nNatalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold "
         "48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72",
     )
-    chapters = read(tx.Source("prose", blank_lines=True), "validation")
+    chapters = read(Source("prose", blank_lines=True), "validation")
     assert len(chapters) > 80
     assert {name.rsplit(":")[0] for name, _ in chapters} == set(novels)
 
 
 def test_code_is_the_standard_library():
-    texts = dict(read(tx.Source("code", limit_bytes=1_500_000)))
+    texts = dict(read(Source("code", limit_bytes=1_500_000)))
     assert texts["argparse.py"] == (Path(json.__file__).parent.parent / "argparse.py").read_bytes().decode()
     parts = {piece for name in texts for piece in Path(name).parts[:-1]}
     assert "asyncio" in parts
@@ -233,10 +243,10 @@ def test_every_document_is_in_one_part(tmp_path):
     assert not set(train) & set(validation)
     # 200 expected of 4,000, standard deviation 14; the choice hangs on names alone
     assert 150 < len(validation) < 250
-    assert validation == [one for one in read(path) if tx.held_out(tx.Source("elsewhere"), one[0])]
-    every = tx.Source(path, held_out=["many.jsonl:?", "*:4000"])
+    assert validation == [one for one in read(path) if held_out(Source("elsewhere"), one[0])]
+    every = Source(path, held_out=["many.jsonl:?", "*:4000"])
     assert [text for _, text in read(every, "validation")] == [*map(str, range(9)), "3999"]
-    assert len(read(tx.Source(path, held_out=0), "train")) == 4000
+    assert len(read(Source(path, held_out=0), "train")) == 4000
     # the hash is the same on every machine and in every version
     assert [name for name, _ in validation[:3]] == [f"many.jsonl:{number}" for number in (3, 8, 54)]
 
@@ -252,11 +262,11 @@ def test_round_trips(tokenizers, kind):
     @given(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(HARD))
     def check(text):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        (ids,) = tx.encode_documents([text], tokenizer)
+        (ids,) = encode_documents([text], tokenizer)
         assert ids.dtype == np.int32
-        assert (ids[0], ids[-1]) == (tx.BOS, tx.EOS)
+        assert (ids[0], ids[-1]) == (BOS, EOS)
         # a text that spells a special token cannot end its document
-        assert ids[1:-1].min(initial=9) > tx.EOS
+        assert ids[1:-1].min(initial=9) > EOS
         assert tokenizer.decode(ids[1:-1]) == text
 
     check()
@@ -270,8 +280,8 @@ def test_byte_ids_are_bytes(tokenizers):
     # bytes 0xC0, 0xC1 and 0xF5 to 0xFF occur in no UTF-8, and 0xF0 to 0xF4 need the planes above
     assert len(set(expected)) > 200
     assert tokenizers["byte"].encode(every) == expected
-    (ids,) = tx.encode_documents([every], tokenizers["byte"])
-    assert ids.tolist() == [tx.BOS, *expected, tx.EOS]
+    (ids,) = encode_documents([every], tokenizers["byte"])
+    assert ids.tolist() == [BOS, *expected, EOS]
     assert len(tokenizers["byte"]) == 259
 
 
@@ -280,11 +290,11 @@ def test_bpe_merges_words_but_not_digits(tokenizers):
     assert bpe.encode(" the") == [bpe.convert_tokens_to_ids("Ġthe")]
     assert bpe.convert_ids_to_tokens(bpe.encode("12")) == ["1", "2"]
     sample = ["12 12 12 34"] * 5
-    joined = tx.train_bpe(sample, 300, single_digits=False)
+    joined = train_bpe(sample, 300, single_digits=False)
     assert joined.convert_ids_to_tokens(joined.encode("12")) == ["12"]
-    assert tx.train_bpe(sample, 300).get_vocab() == tx.train_bpe(sample, 300).get_vocab()
+    assert train_bpe(sample, 300).get_vocab() == train_bpe(sample, 300).get_vocab()
     with pytest.raises(ValueError, match="vocab_size must be at least 259, got 258"):
-        tx.train_bpe(sample, 258)
+        train_bpe(sample, 258)
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
@@ -292,36 +302,36 @@ def test_tokenizer_saves_and_loads(tokenizers, kind, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizers[kind].save_pretrained(tmp_path)
-    for loaded in (AutoTokenizer.from_pretrained(tmp_path), tx.load_tokenizer(str(tmp_path))):
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
         assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (0, 1, 2)
         assert loaded.get_vocab() == tokenizers[kind].get_vocab()
         assert set(loaded("x")) == {"input_ids", "attention_mask"}
         for text in HARD:
             assert loaded.encode(text) == tokenizers[kind].encode(text)
             assert loaded.decode(loaded.encode(text)) == text
-        first, second = (list(tx.encode_documents(HARD, one)) for one in (loaded, tokenizers[kind]))
+        first, second = (list(encode_documents(HARD, one)) for one in (loaded, tokenizers[kind]))
         assert [ids.tolist() for ids in first] == [ids.tolist() for ids in second]
 
 
 def test_load_tokenizer_by_name(tmp_path):
-    assert tx.load_tokenizer("byte").get_vocab() == tx.BYTE_VOCABULARY
+    assert load_tokenizer("byte").get_vocab() == BYTE_VOCABULARY
     with pytest.raises(ValueError, match=r"There is no tokenizer .*nothing; say 'byte' or a folder"):
-        tx.load_tokenizer(str(tmp_path / "nothing"))
+        load_tokenizer(str(tmp_path / "nothing"))
 
 
 def test_tokenizer_without_bos_and_pad_uses_its_end(tokenizers):
-    foreign = tx.train_bpe(["x"], 259)
+    foreign = train_bpe(["x"], 259)
     foreign.bos_token = foreign.pad_token = None
-    (ids,) = tx.encode_documents(["x"], foreign)
-    assert (ids[0], ids[-1], len(ids)) == (tx.EOS, tx.EOS, 3)
+    (ids,) = encode_documents(["x"], foreign)
+    assert (ids[0], ids[-1], len(ids)) == (EOS, EOS, 3)
     foreign.eos_token = None
     with pytest.raises(ValueError, match="no end-of-text token"):
-        list(tx.encode_documents(["x"], foreign))
+        list(encode_documents(["x"], foreign))
 
 
 def test_chunks_change_nothing(tokenizers):
     for tokenizer in tokenizers.values():
-        whole, cut = list(tx.encode_documents(HARD, tokenizer)), list(tx.encode_documents(HARD, tokenizer, 7))
+        whole, cut = list(encode_documents(HARD, tokenizer)), list(encode_documents(HARD, tokenizer, 7))
         assert [ids.tolist() for ids in whole] == [ids.tolist() for ids in cut]
         assert len(cut) == len(HARD)
 
@@ -354,7 +364,7 @@ documents = st.lists(
 @quick
 @given(documents.filter(any), st.integers(2, 17))
 def test_packing(documents, length):
-    packed = tx.pack(documents, length, pad=77)
+    packed = pack(documents, length, pad=77)
     arrays = (packed.input_ids, packed.position_ids, packed.labels, packed.document)
     assert [array.dtype for array in arrays] == [np.int32] * 4
     assert np.stack(arrays, -1).tolist() == [
@@ -364,7 +374,7 @@ def test_packing(documents, length):
     # nothing is lost, and only the last row is filled up
     assert packed.input_ids[packed.document >= 0].tolist() == [token for ids in documents for token in ids]
     assert (packed.document[:-1] >= 0).all()
-    items = [tx.PackedDataset(packed)[row] for row in range(len(packed))]
+    items = [PackedDataset(packed)[row] for row in range(len(packed))]
     for name in ("input_ids", "position_ids", "labels"):
         assert [item[name].tolist() for item in items] == getattr(packed, name).tolist()
         assert str(items[0][name].dtype) == "torch.int64"
@@ -372,7 +382,7 @@ def test_packing(documents, length):
 
 
 def test_packing_seen():
-    packed = tx.pack([[1, 5, 2], [1, 6, 7, 8, 2], [1, 2]], 4)
+    packed = pack([[1, 5, 2], [1, 6, 7, 8, 2], [1, 2]], 4)
     assert packed.input_ids.tolist() == [[1, 5, 2, 1], [6, 7, 8, 2], [1, 2, 0, 0]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 0, 1]]
     assert packed.labels.tolist() == [[1, 5, 2, -100], [6, 7, 8, 2], [1, 2, -100, -100]]
@@ -383,7 +393,7 @@ def test_transformers_sees_the_same_boundaries():
     import torch
     from transformers.masking_utils import find_packed_sequence_indices
 
-    packed = tx.pack([[1, 5, 2], [1, 2], [1], [1], [1, 6, 7, 8, 9, 2], [1, 2]], 5)
+    packed = pack([[1, 5, 2], [1, 2], [1], [1], [1, 6, 7, 8, 9, 2], [1, 2]], 5)
     found = find_packed_sequence_indices(torch.from_numpy(packed.position_ids).long()).numpy()
     same = packed.document[:, :, None] == packed.document[:, None, :]
     assert ((found[:, :, None] == found[:, None, :]) == same).all()
@@ -391,23 +401,23 @@ def test_transformers_sees_the_same_boundaries():
 
 def test_packing_errors():
     with pytest.raises(ValueError, match=r"at least 2 tokens.*length is 1"):
-        tx.pack([[1, 2]], 1)
+        pack([[1, 2]], 1)
     for nothing in ([], [[], []]):
         with pytest.raises(ValueError, match="The corpus is empty"):
-            tx.pack(nothing, 4)
+            pack(nothing, 4)
     with pytest.raises(ValueError, match="1 document_bytes for 2 documents"):
-        tx.pack([[1], [2]], 4, document_bytes=[1])
+        pack([[1], [2]], 4, document_bytes=[1])
     with pytest.raises(ValueError, match="bytes of the documents are unknown"):
-        tx.pack([[1], [2]], 4).bits_per_byte(1.0)
+        pack([[1], [2]], 4).bits_per_byte(1.0)
 
 
 def corpus(folder, tokenizer, length=8, **options):
     sources = [
-        tx.Source(lines(folder / "one.jsonl", {"text": "aaaa"}, {"text": "bü"}), topic="one", held_out=0),
-        tx.Source(lines(folder / "two.jsonl", {"text": "cc" * 40}), topic="two", held_out=["two*"]),
-        tx.Source(lines(folder / "more.jsonl", {"text": "dd"}), topic="one", held_out=0),
+        Source(lines(folder / "one.jsonl", {"text": "aaaa"}, {"text": "bü"}), topic="one", held_out=0),
+        Source(lines(folder / "two.jsonl", {"text": "cc" * 40}), topic="two", held_out=["two*"]),
+        Source(lines(folder / "more.jsonl", {"text": "dd"}), topic="one", held_out=0),
     ]
-    return tx.read_corpus(sources, tokenizer, length, **options)
+    return read_corpus(sources, tokenizer, length, **options)
 
 
 def test_corpus_rows_are_of_one_topic(tmp_path, tokenizers):
@@ -428,7 +438,7 @@ def test_corpus_rows_are_of_one_topic(tmp_path, tokenizers):
     with pytest.raises(ValueError, match=r"two\.jsonl has no text in its train part"):
         corpus(tmp_path, byte, part="train")
     with pytest.raises(ValueError, match="no source has a validation part"):
-        tx.read_corpus([tx.Source("math", held_out=0)], byte, 8, "validation")
+        read_corpus([Source("math", held_out=0)], byte, 8, "validation")
 
 
 def test_cache_keeps_ids_by_content(tmp_path, tokenizers, monkeypatch):
@@ -440,7 +450,7 @@ def test_cache_keeps_ids_by_content(tmp_path, tokenizers, monkeypatch):
     assert len(list((tmp_path / "kept").iterdir())) == 2
     other = fields(corpus(tmp_path, tokenizers["byte"], cache=tmp_path / "kept"))
     assert other == fields(corpus(tmp_path, tokenizers["byte"])) != fresh
-    monkeypatch.setattr(tx, "encode_documents", None)
+    monkeypatch.setattr("tenuto.data.text.encode_documents", None)
     assert fields(corpus(tmp_path, tokenizers["bpe"], cache=tmp_path / "kept")) == fresh
 
 
@@ -448,21 +458,21 @@ def test_cache_keeps_ids_by_content(tmp_path, tokenizers, monkeypatch):
 
 
 def mixed(rows=(7, 30, 3), length=2):
-    parts = [tx.pack([[1] * (count * length)], length, topic=f"t{k}") for k, count in enumerate(rows)]
-    return tx.PackedDataset(tx.join(parts))
+    parts = [pack([[1] * (count * length)], length, topic=f"t{k}") for k, count in enumerate(rows)]
+    return PackedDataset(join(parts))
 
 
 def test_mix_is_laid_out_by_seed_and_step():
     data = mixed()
-    whole = list(tx.Mix(data, 40, 6, seed=3))
-    assert len(whole) == len(tx.Mix(data, 40, 6, seed=3)) == 240
-    assert list(tx.Mix(data, 40, 6, seed=3)) == whole
-    assert list(tx.Mix(data, 40, 6, seed=4)) != whole
+    whole = list(Mix(data, 40, 6, seed=3))
+    assert len(whole) == len(Mix(data, 40, 6, seed=3)) == 240
+    assert list(Mix(data, 40, 6, seed=3)) == whole
+    assert list(Mix(data, 40, 6, seed=4)) != whole
     # a longer run begins alike, and a batch can be had without those before it
-    assert list(tx.Mix(data, 55, 6, seed=3))[:240] == whole
+    assert list(Mix(data, 55, 6, seed=3))[:240] == whole
     for step in (0, 17, 39):
-        assert tx.Mix(data, 40, 6, seed=3).rows_of(step).tolist() == whole[step * 6 : step * 6 + 6]
-    sampler = tx.Mix(data, 40, 6, seed=3)
+        assert Mix(data, 40, 6, seed=3).rows_of(step).tolist() == whole[step * 6 : step * 6 + 6]
+    sampler = Mix(data, 40, 6, seed=3)
     next(iter(sampler))
     assert list(sampler) == whole
 
@@ -475,7 +485,7 @@ def test_mix_is_laid_out_by_seed_and_step():
 )
 def test_mix_shares(weights, batch, seed):
     data = mixed()
-    drawn = np.array(list(tx.Mix(data, 20, batch, seed, dict(zip(("t0", "t1", "t2"), weights, strict=True)))))
+    drawn = np.array(list(Mix(data, 20, batch, seed, dict(zip(("t0", "t1", "t2"), weights, strict=True)))))
     topics = data.packed.row_topic[drawn].reshape(20, batch)
     for k, weight in enumerate(weights):
         share = weight / sum(weights) * batch
@@ -491,26 +501,26 @@ def test_mix_shares(weights, batch, seed):
 
 def test_mix_is_fair_when_a_batch_has_less_than_a_row_of_a_topic():
     data = mixed()
-    topics = data.packed.row_topic[list(tx.Mix(data, 2000, 1, 0, {"t0": 1, "t1": 7, "t2": 2}))]
+    topics = data.packed.row_topic[list(Mix(data, 2000, 1, 0, {"t0": 1, "t1": 7, "t2": 2}))]
     # standard deviations up to 20 rows
     assert abs(np.bincount(topics) - [200, 1400, 400]).max() < 90
-    assert abs(np.bincount(data.packed.row_topic[list(tx.Mix(data, 1500, 1, 0))]) - 500).max() < 90
+    assert abs(np.bincount(data.packed.row_topic[list(Mix(data, 1500, 1, 0))]) - 500).max() < 90
 
 
 def test_mix_order_is_shuffled():
     data = mixed()
-    order = [row for row in tx.Mix(data, 60, 1, 0, {"t1": 1})]
+    order = [row for row in Mix(data, 60, 1, 0, {"t1": 1})]
     assert sorted(order[:30]) == sorted(order[30:]) == list(range(7, 37))
     assert order[:30] != order[30:] != sorted(order[30:])
     assert order[:30] != sorted(order[:30])
-    batch = tx.Mix(data, 1, 12, 0).rows_of(0)
+    batch = Mix(data, 1, 12, 0).rows_of(0)
     # topics are not in blocks
     assert data.packed.row_topic[batch].tolist() != sorted(data.packed.row_topic[batch].tolist())
 
 
 def test_mix_errors():
     with pytest.raises(ValueError, match="unknown topic 'poems'; the topics are t0, t1, t2"):
-        tx.Mix(mixed(), 1, 1, 0, {"poems": 1})
+        Mix(mixed(), 1, 1, 0, {"poems": 1})
     for wrong in ({"t0": -1, "t1": 2}, {"t0": 0}, {}, {"t0": float("nan")}):
         with pytest.raises(ValueError, match="Weights must be 0 or more"):
-            tx.Mix(mixed(), 1, 1, 0, wrong)
+            Mix(mixed(), 1, 1, 0, wrong)

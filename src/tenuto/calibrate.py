@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .data.text import Packed, Source, read_corpus
+from .data.text import Packed, read_corpus
+from .data.text_documents import Source
 from .evaluate import Loaded, load
 from .language import Corpus, Measured, corpus_of, difference, halves, measure
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .data.parallel import Corpus
-from .data.text import Source
+from .data.text_documents import Source
 
 
 @dataclass

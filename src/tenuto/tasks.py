@@ -14,6 +14,8 @@ from .data import algorithmic, parallel, sequences, text
 from .data.logical_inference import protocol
 from .data.pairs import Curriculum, PairDataset, tokenizer
 from .data.sequences_batches import Batches, SequenceDataset, word_tokenizer
+from .data.text_documents import read_documents
+from .data.text_tokenizers import load_tokenizer, train_bpe
 from .recipe import Parallel, Recipe, Sequences, Text
 
 
@@ -97,14 +99,14 @@ def problems(recipe: Recipe) -> dict[str, list[algorithmic.Problem]]:
 def tokenizer_of(wanted: Text):
     """The tokenizer that a recipe's text names; "bpe" is trained on the training part."""
     if wanted.tokenizer != "bpe":
-        return text.load_tokenizer(wanted.tokenizer)
+        return load_tokenizer(wanted.tokenizer)
 
     def texts() -> Iterator[str]:
         for source in wanted.sources:
             # a few megabytes of each source say enough about pairs of bytes
-            yield from (one.text for one in islice(text.read_documents(source, "train"), 2000))
+            yield from (one.text for one in islice(read_documents(source, "train"), 2000))
 
-    return text.train_bpe(texts(), wanted.vocab_size)
+    return train_bpe(texts(), wanted.vocab_size)
 
 
 def vocabulary(recipe: Recipe) -> int:
@@ -112,7 +114,7 @@ def vocabulary(recipe: Recipe) -> int:
     wanted = recipe.data.text
     if wanted is None:
         return len(algorithmic.VOCABULARY)
-    return wanted.vocab_size if wanted.tokenizer == "bpe" else len(text.load_tokenizer(wanted.tokenizer))
+    return wanted.vocab_size if wanted.tokenizer == "bpe" else len(load_tokenizer(wanted.tokenizer))
 
 
 def held_out(wanted: Text, words) -> tuple[text.Packed, np.ndarray]:

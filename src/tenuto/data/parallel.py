@@ -12,7 +12,7 @@ import numpy as np
 
 from .sequences import lines_of
 from .sequences_batches import Ragged, SequenceDataset
-from .text import BOS, EOS, PAD, load_tokenizer, train_bpe
+from .text_tokenizers import BOS, EOS, PAD, load_tokenizer, train_bpe
 
 
 @dataclass(frozen=True)

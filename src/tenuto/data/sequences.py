@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import algorithmic
-from .text import FILES, _check
+from .text_documents import FILES, check_shipped
 
 SHIPPED = ("scan", "cogs")
 # one in so many of the training part is for validation, where a task publishes no validation part
@@ -93,7 +93,7 @@ def read(task: str, part: str, split: str | None = None, path: str | Path | None
     if path is not None and not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} of {task}.")
     if path is None and task in SHIPPED:
-        _check(folder.glob("*.gz"))
+        check_shipped(folder.glob("*.gz"))
     return _READERS[task](folder, split, part)
 
 
