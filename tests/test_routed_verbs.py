@@ -20,7 +20,9 @@ from tenuto.cli import main
 from tenuto.evaluate import load
 from tenuto.forward import check_knobs, run
 from tenuto.language import corpus_of, halves, measure, realised
-from tenuto.routed_page import _verdict, measure_routed, routed_page, says, shift, shift_of
+from tenuto.routed_depths import says
+from tenuto.routed_page import _verdict, measure_routed, routed_page
+from tenuto.shift import shift, shift_of
 
 TEXT = {
     "sources": [{"path": "prose", "limit_bytes": 60000, "blank_lines": True},

@@ -21,19 +21,14 @@ from .language import Corpus, Measured, corpus_of, measure, sweep_capacity
 from .language_page import PROMPTS
 from .page import _css, _figure, _grid, _p, _section, _table, _training
 from .report import made_by
-from .text_depths import KINDS, POSITIONS, bands, grouped, spearman, token_kinds
+from .routed_depths import PARTS, executed_by
+from .shift import series, shift
 from .written import pieces, write
 
 KNOWN = {
     "tenuto_mod": "Mixture-of-Depths",
     "tenuto_sdt": "Subjective Depth",
     "tenuto_stt": "Subjective Timescale",
-}
-PARTS = {
-    "by_topic": "Topics",
-    "by_kind": "Kinds of token",
-    "by_frequency": "Frequency of the token",
-    "by_position": "Position in the document",
 }
 SURPRISE = {"s_cu": "novelty, S_CU", "s_ce": "prediction, S_CE"}
 GATE = {"gate": "gate g, mean over the tokens"}
@@ -53,133 +48,7 @@ SHEET = (
 )
 
 
-# the shift
-
-
-def series(history: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """The signs logged in training: layer -> sign -> [(step, value)]; layers in order."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for row in history:
-        for key, value in row.items():
-            if key.startswith("layer/"):
-                layer, _, sign = key.removeprefix("layer/").rpartition(".")
-                found.setdefault(layer, {}).setdefault(sign, []).append((row["step"], value))
-    return dict(sorted(found.items(), key=lambda one: (len(one[0]), one[0])))
-
-
-def shift_of(steps: Sequence[int], s_ce: Sequence[float], s_cu: Sequence[float]) -> dict[str, Any] | None:
-    """Whether novelty gives way to prediction: S_CU above S_CE in the first tenth of the training, below in the last.
-
-    first, last: the means of both and of S_CU - S_CE there, with its standard error: the spread between neighbouring
-    logs, which holds for logs that scatter independently. shift: both differences exceed two standard errors.
-    crossover: the step from which on the running mean over a tenth of the logs stays below zero; None without a shift.
-    None with fewer than five logs.
-    """
-    if len(steps) < 5:
-        return None
-    steps, s_ce, s_cu = (np.asarray(one, float) for one in (steps, s_ce, s_cu))
-    gap = s_cu - s_ce
-    noise = np.diff(gap).std() / np.sqrt(2)
-    parts = {"first": steps <= steps[-1] / 10, "last": steps > steps[-1] * 0.9}
-    # sparse logs have none in the first tenth
-    parts["first"][0] = True
-    figures: dict[str, Any] = {
-        name: {
-            "s_ce": round(float(s_ce[here].mean()), 5),
-            "s_cu": round(float(s_cu[here].mean()), 5),
-            "difference": round(float(gap[here].mean()), 5),
-            "error": round(float(noise / np.sqrt(here.sum())), 5),
-        }
-        for name, here in parts.items()
-    }
-    first, last = (gap[here].mean() / max(noise / np.sqrt(here.sum()), 1e-12) for here in parts.values())
-    figures["above_first"], figures["below_last"] = bool(first > 2), bool(last < -2)
-    figures["shift"] = figures["above_first"] and figures["below_last"]
-    figures["crossover"] = None
-    if figures["shift"]:
-        width = max(1, int(parts["first"].sum()))
-        smooth = np.convolve(gap, np.ones(width) / width, "valid")
-        above = np.flatnonzero(smooth >= 0)
-        figures["crossover"] = int(steps[min(above[-1] + width, len(steps) - 1)]) if len(above) else None
-    return figures
-
-
-def shift(history: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """`shift_of` each layer and of the mean over layers; None where no surprise, or too little of it, was logged."""
-    layers = {name: signs for name, signs in series(history).items() if {"s_ce", "s_cu"} <= set(signs)}
-    found = {}
-    for name, signs in layers.items():
-        (steps, s_ce), (_, s_cu) = (zip(*signs[key], strict=True) for key in ("s_ce", "s_cu"))
-        found[name] = shift_of(steps, s_ce, s_cu)
-    found = {name: one for name, one in found.items() if one is not None}
-    if not found:
-        return None
-    means = [
-        np.mean([[value for _, value in layers[name][key]] for name in found], 0) for key in ("s_ce", "s_cu")
-    ]
-    steps = [step for step, _ in layers[next(iter(found))]["s_ce"]]
-    return {"overall": shift_of(steps, *means), "layers": found}
-
-
 # measurements
-
-
-def executed_by(loaded, corpus: Corpus, said: Measured, losses: np.ndarray | None = None) -> dict[str, Any]:
-    """Share of the routed layers that a token ran, by topic, kind, frequency and position, with what each says.
-
-    losses [R, T]: the dense model's, for the rank correlation of that share with the loss of the next token.
-    """
-    config, ids = loaded.model.config, corpus.inputs["input_ids"].numpy()
-    counts = np.bincount(ids[corpus.document >= 0], minlength=config.vocab_size)
-    # place t reads token t and predicts t + 1
-    here = ~np.isnan(said.losses[:, 1:])
-    routed = len(config.routed_layers)
-    share = (said.depths[:, :-1][here] - config.num_hidden_layers + routed) / routed
-    document, topic = corpus.document[:, :-1][here], corpus.group[:, :-1][here]
-    position = (
-        corpus.inputs["position_ids"].numpy()[:, :-1][here]
-        if "position_ids" in corpus.inputs
-        else np.broadcast_to(np.arange(ids.shape[1] - 1), here.shape)[here]
-    )
-    place = np.searchsorted([high for _, high in POSITIONS[:-1]], position, side="right")
-    places = [f"{low}-{high - 1}" for low, high in POSITIONS[:-1]] + [f"{POSITIONS[-1][0]} and later"]
-    fifths = [f"fifth {number + 1} of 5, rarest first" for number in range(5)]
-    figures: dict[str, Any] = {
-        "tokens": len(share),
-        "documents": len(np.unique(document)),
-        "share": round(float(share.mean()), 4),
-        "by_topic": grouped(share, topic, corpus.groups, document),
-        "by_kind": grouped(share, token_kinds(ids, loaded.tokenizer)[:, :-1][here], KINDS, document),
-        "by_frequency": grouped(share, bands(counts, ids[:, :-1], 5)[here], fifths, document),
-        "by_position": grouped(share, place, places, document),
-    }
-    figures["says"] = {part: says(figures[part]) for part in PARTS}
-    if losses is not None:
-        figures["correlation_with_loss"] = spearman(share, losses[:, 1:][here])
-    return figures
-
-
-def executed_of(checkpoint: str | Path, limit: int | None = None, **knobs) -> dict[str, Any]:
-    """`executed_by` on a checkpoint's held-out text; knobs: capacity, threshold, selection."""
-    loaded = load(checkpoint)
-    corpus = corpus_of(loaded, limit=limit)
-    return executed_by(loaded, corpus, measure(loaded.model, corpus, "depths", **knobs))
-
-
-def says(rows: dict[str, dict[str, Any]]) -> str:
-    """One sentence on the group that runs most of the routed layers and the one that runs least; groups of less than
-    1% of the tokens are left out.
-    """
-    least_tokens = sum(row["tokens"] for row in rows.values()) / 100
-    rows = {name: row for name, row in rows.items() if row["tokens"] >= least_tokens}
-    if len(rows) < 2:
-        return "There is one group only: nothing to compare."
-    most, least = (pick(rows, key=lambda name: rows[name]["mean"]) for pick in (max, min))
-    low, high = rows[most]["interval"][0], rows[least]["interval"][1]
-    numbers = f"most for “{most}” ({rows[most]['mean']:.1%}), least for “{least}” ({rows[least]['mean']:.1%})"
-    if low > high:
-        return f"The layers run {numbers}."
-    return f"No clear difference: the layers run {numbers}, and the 95% intervals overlap."
 
 
 def measure_routed(

@@ -64,7 +64,7 @@ def depths(options) -> Any:
             f"--{'rules' if options.rules else 'picture'} is for looped models; see `tenuto report` for a routed one."
         )
     quieten()
-    from ..routed_page import PARTS, executed_of
+    from ..routed_depths import PARTS, executed_of
 
     start = time.time()
     figures = executed_of(options.checkpoint, options.limit, **knobs)
