@@ -71,13 +71,14 @@ class MuonAdamW(Optimizer):
 
 
 def parameter_groups(
-    model: nn.Module, muon_lr: float, lr: float, weight_decay: float, rates: dict[str, float] | None = None
-) -> list[dict]:
+    model: nn.Module, muon_lr: float, lr: float, weight_decay: float, rates: dict[str, float] | None = None,
+    late: str | None = None,
+) -> list[dict]:  # fmt: skip
     """Parameter groups of a tenuto model: block matrices to Muon (to AdamW if muon_lr is 0), the rest to AdamW; no
     decay for vectors. rates: AdamW's rate by a part of the parameter's name, the first that fits; ValueError if one
-    fits none.
+    fits none. late: parameters with this in their name come in groups of their own, marked `late`.
     """
-    groups: dict[tuple[bool, float, bool], list] = {}
+    groups: dict[tuple[bool, float, bool, bool], list] = {}
     rates, used = rates or {}, set()
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
@@ -88,15 +89,15 @@ def parameter_groups(
         used.add(pattern)
         muon = bool(muon_lr) and block and pattern is None
         rate = muon_lr if muon else rates.get(pattern, lr)
-        groups.setdefault((muon, rate, weight.ndim > 1), []).append(weight)
+        groups.setdefault((muon, rate, weight.ndim > 1, late is not None and late in name), []).append(weight)
     idle = sorted(set(rates) - used)
     if idle:
         raise ValueError(
             f"learning_rates: {idle[0]!r} fits no parameter's name, or none that a pattern before it leaves."
         )
     return [
-        {"params": some, "muon": muon, "lr": rate, "weight_decay": weight_decay if decays else 0.0}
-        for (muon, rate, decays), some in sorted(
+        {"params": some, "muon": muon, "lr": rate, "weight_decay": weight_decay if decays else 0.0, "late": last}
+        for (muon, rate, decays, last), some in sorted(
             groups.items(), key=lambda pair: (not pair[0][0], not pair[0][2])
         )
     ]

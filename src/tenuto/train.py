@@ -60,10 +60,24 @@ class AdaptiveTrainer(Trainer):
         rate, rates, args = self.recipe.muon_learning_rate, self.recipe.learning_rates, self.args
         # one rule of weight decay for all: the Trainer's own would not know our norms by their names
         if self.optimizer is None and "optim" not in self.recipe.training:
-            groups = parameter_groups(self.model, rate, args.learning_rate, args.weight_decay, rates)
+            # an exit head is detached and starts when the others end: its rate follows its own phase
+            late = ".policy." if getattr(self.model.config, "policy", None) == "exit_head" else None
+            groups = parameter_groups(self.model, rate, args.learning_rate, args.weight_decay, rates, late)
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonAdamW(groups, betas=betas, eps=args.adam_epsilon)
         return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        first = self.recipe.schedule.halting_from * num_training_steps
+
+        def falling(step: int) -> float:
+            return min(1.0, max(0.0, (num_training_steps - step) / max(1.0, num_training_steps - first)))
+
+        for place, group in enumerate(self.optimizer.param_groups):
+            if group.get("late"):
+                scheduler.lr_lambdas[place] = falling
+        return scheduler
 
     def knobs(self) -> dict:
         """What the schedule says of this step: minimum steps and weights of the losses."""
