@@ -18,7 +18,9 @@ _BOOKKEEPING = {"_name_or_path", "dtype", "transformers_version"}
 
 
 def best_checkpoints(run: str | Path, count: int) -> list[Path]:
-    """The `count` checkpoints of a run of `tenuto train` with the lowest validation loss, the best first.
+    """The `count` checkpoints of a run of `tenuto train` that did best on the validation part, the best first.
+
+    By exact match where the training measured it (compositional tasks), else, and between equals, by loss.
 
     ValueError when so many measured ones are not there: training.eval_strategy and save_strategy must be alike, and
     training.save_total_limit large enough.
@@ -27,14 +29,16 @@ def best_checkpoints(run: str | Path, count: int) -> list[Path]:
         int(one.parent.name.split("-")[1]): one for one in Path(run).glob("checkpoint-*/trainer_state.json")
     }
     history = json.loads(folders[max(folders)].read_text())["log_history"] if folders else []
-    losses = {
-        row["step"]: row["eval_loss"] for row in history if "eval_loss" in row and row["step"] in folders
+    ranks = {
+        row["step"]: (-row.get("eval_exact", 0.0), row["eval_loss"])
+        for row in history
+        if "eval_loss" in row and row["step"] in folders
     }
-    if not 1 <= count <= len(losses):
+    if not 1 <= count <= len(ranks):
         raise ValueError(
-            f"{run} holds {len(losses)} checkpoints with a validation loss, and {count} are wanted."
+            f"{run} holds {len(ranks)} checkpoints with a validation loss, and {count} are wanted."
         )
-    return [folders[step].parent for step in sorted(losses, key=losses.get)[:count]]
+    return [folders[step].parent for step in sorted(ranks, key=ranks.get)[:count]]
 
 
 def average_checkpoints(folders: Sequence[str | Path], output: str | Path) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def _training(history: Sequence[dict], title: str, text: str, floor: float | Non
     wanted = (
         ("loss", 1, "loss", "The training loss; on a flat stretch nothing is being learnt."),
         ("eval_accuracy", 100, "validation, percent right", "How much of the validation set is right."),
+        ("eval_exact", 100, "validation, percent exact", "Answers written greedily that equal the target."),
         ("eval_loss", 1, "validation loss", "The loss on held-out text."),
         ("depth/mean", 1, "mean steps", "Steps per token while training. Falling: the model learns to stop."),
     )

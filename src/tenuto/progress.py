@@ -70,6 +70,7 @@ class TrainingProgress(TrainerCallback):
             "loss": ("loss", "{:.3f}"),
             "depth/mean": ("mean depth", "{:.2f}"),
             "eval_accuracy": ("accuracy", "{:.1%}"),
+            "eval_exact": ("exact match", "{:.1%}"),
             "eval_loss": ("validation loss", "{:.3f}"),
         }
         new = {label: form.format(logs[key]) for key, (label, form) in kept.items() if key in logs}

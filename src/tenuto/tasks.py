@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Sampler, Subset
 
+from .answers import exact_share
 from .data import algorithmic, parallel, sequences, text
 from .data.logical_inference import protocol
 from .data.pairs import Curriculum, PairDataset, tokenizer
@@ -23,7 +24,8 @@ from .recipe import Parallel, Recipe, Sequences, Text
 class Task:
     """train, validation: data sets. sampler: (steps, batch, seed) -> the run's items in order. collate: items ->
     batch, None for the trainer's own. measure: (predictions, labels) -> figures, None where the loss is all there is.
-    vocabulary: number of tokens.
+    vocabulary: number of tokens. answers: model -> figures of what it writes for a sample of the validation part, as
+    shares; None where nothing is written.
     """
 
     train: Dataset
@@ -33,6 +35,7 @@ class Task:
     tokenizer: Any
     measure: Callable[[np.ndarray, np.ndarray], dict[str, float]] | None
     vocabulary: int
+    answers: Callable[[Any], dict[str, float]] | None = None
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -156,7 +159,10 @@ def _sequences(wanted: Sequences) -> Task:
 
     train = read("train")[: wanted.train]
     words = word_tokenizer(side for one in train for side in (one.source, one.target))
-    return _pairs(words, encode_examples(train, words), encode_examples(read("validation"), words), wanted)
+    task = _pairs(words, encode_examples(train, words), encode_examples(read("validation"), words), wanted)
+    # of the loss of a target a wrong word is a small part, of exact match all
+    task.answers = lambda model: {"exact": exact_share(model, task.validation)}
+    return task
 
 
 def encode_examples(examples: Sequence[sequences.Example], words) -> SequenceDataset:

@@ -123,6 +123,14 @@ class AdaptiveTrainer(Trainer):
             calibrate_on(self.model, self.task)
         return super().evaluate(*args, **kwargs)
 
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        out = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.task.answers is not None:
+            # here and not after: so they stand beside the loss in the logs, and metric_for_best_model knows them
+            said = self.task.answers(self.model)
+            out.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in said.items()})
+        return out
+
     def _track(self, out, inputs) -> None:
         if not torch.isfinite(out.loss):
             kept = last_checkpoint(Path(self.args.output_dir))
@@ -368,6 +376,8 @@ def train(
     quality = {"validation_loss": metrics["eval_loss"]}
     if "eval_accuracy" in metrics:
         quality = {"validation_accuracy": 100 * metrics["eval_accuracy"]}
+    if "eval_exact" in metrics:
+        quality["validation_exact"] = 100 * metrics["eval_exact"]
     figures = {
         **quality,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
@@ -377,7 +387,7 @@ def train(
             {
                 key: row[key]
                 for key in row
-                if key in ("step", "loss", "eval_accuracy", "eval_loss", "depth/mean")
+                if key in ("step", "loss", "eval_accuracy", "eval_exact", "eval_loss", "depth/mean")
                 or key.startswith("layer/")
             }
             for row in trainer.state.log_history

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 
+from .answers import inputs_of, written
 from .data import parallel, sequences
-from .data.sequences_batches import PAD, UNK, Ragged, padded
+from .data.sequences_batches import UNK, Ragged, padded
 from .evaluate import Loaded, _now, full_depth, load
 
 BATCH = 64
@@ -25,13 +27,14 @@ BATCH = 64
 class Said:
     """What the model wrote for N sources, in their order, and what it cost.
 
-    texts: decoded, without <eos>. finished: [N] bool, whether <eos> came within the limit. encoder_depths: one int
-    array per source, the steps of each token; decoder_depths: the same of what was written, <eos> included. macs: of
-    one pass over source and output, which is what a cached decoder computes for one beam. tokens: of both.
-    seconds: of the search.
+    texts: decoded, without <eos>. ids: of each, with it. finished: [N] bool, whether <eos> came within the limit.
+    encoder_depths: one int array per source, the steps of each token; decoder_depths: the same of what was written,
+    <eos> included. macs: of one pass over source and output, which is what a cached decoder computes for one beam.
+    tokens: of both. seconds: of the search.
     """
 
     texts: list[str]
+    ids: list[list[int]]
     finished: np.ndarray
     encoder_depths: list[np.ndarray]
     decoder_depths: list[np.ndarray]
@@ -40,12 +43,13 @@ class Said:
     seconds: float
 
     def costs(self) -> dict[str, float]:
-        """Mean steps of a token on each side, MACs per token, seconds."""
+        """Mean steps of a token on each side, MACs per token, seconds, and tokens read and written in one of them."""
         return {
             "encoder_depth": round(float(np.concatenate(self.encoder_depths).mean()), 3),
             "decoder_depth": round(float(np.concatenate(self.decoder_depths).mean()), 3),
             "macs_per_token": self.macs // self.tokens,
             "seconds": round(self.seconds, 2),
+            "tokens_per_second": round(self.tokens / self.seconds),
         }
 
 
@@ -73,7 +77,7 @@ def write(
     if len(sources) and sources.lengths.min() < 2:
         raise ValueError(f"Line {int(sources.lengths.argmin()) + 1} is empty: there is nothing to read.")
     texts, finished = [""] * len(lines), np.zeros(len(lines), bool)
-    depths: list[list] = [[None] * len(lines) for _ in range(2)]
+    answers, *depths = ([None] * len(lines) for _ in range(3))
     macs, tokens, seconds = 0, 0, 0.0
     order = np.argsort(sources.lengths, kind="stable")
     bar = Console(stderr=True)
@@ -81,57 +85,26 @@ def write(
     starts = range(0, len(lines), batch)
     for start in track(starts, progress or "", console=bar, transient=True, disable=hidden):
         places = order[start : start + batch]
-        inputs = _inputs(sources.take(places), model.device)
+        inputs = inputs_of(_rows(sources.take(places)), model.device)
         limit = 2 * inputs["input_ids"].shape[1] + 10 if max_length is None else max_length
         before = _now(model.device)
-        out = model.generate(
-            **inputs,
-            num_beams=beams,
-            length_penalty=length_penalty,
-            do_sample=False,
-            max_new_tokens=limit,
-            **_ends(model.config),
-            **knobs,
-        )
+        said = written(model, inputs, limit, num_beams=beams, length_penalty=length_penalty, **knobs)
         seconds += _now(model.device) - before
-        written = [_until_end(row, model.config.eos_token_id) for row in out[:, 1:].tolist()]
-        pass_over = model(**inputs, labels=padded(written, -100).to(model.device), **knobs)
+        pass_over = model(**inputs, labels=padded(said, -100).to(model.device), **knobs)
         macs += pass_over.compute.total
-        tokens += int(inputs["attention_mask"].sum()) + sum(map(len, written))
+        tokens += int(inputs["attention_mask"].sum()) + sum(map(len, said))
         for row, place in enumerate(places):
-            ids = written[row]
+            ids = answers[place] = said[row]
             finished[place] = ids[-1] == model.config.eos_token_id
             # a model of bytes may write an end of line; an answer is one line
             texts[place] = words.decode(ids[: len(ids) - finished[place]]).replace("\n", " ")
             depths[0][place] = pass_over.depths[row, : sources.lengths[place]].cpu().numpy()
             depths[1][place] = pass_over.decoder_depths[row, : len(ids)].cpu().numpy()
-    return Said(texts, finished, *depths, macs, tokens, seconds)
-
-
-def _inputs(sources: Ragged, device: torch.device) -> dict[str, torch.Tensor]:
-    rows = _rows(sources)
-    inputs = {
-        "input_ids": padded(rows, PAD),
-        "attention_mask": padded([np.ones_like(row) for row in rows], 0),
-    }
-    return {name: value.to(device) for name, value in inputs.items()}
+    return Said(texts, answers, finished, *depths, macs, tokens, seconds)
 
 
 def _rows(sequences: Ragged) -> list[np.ndarray]:
     return [sequences[place] for place in range(len(sequences))]
-
-
-def _ends(config) -> dict[str, int]:
-    return {
-        "decoder_start_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
-
-
-def _until_end(ids: list[int], end: int) -> list[int]:
-    """The ids up to the first `end`, which is kept."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
 
 
 def split_compounds(line: str) -> str:
@@ -196,15 +169,35 @@ def paired_bootstrap(
         differences.append(
             _score(metric, counts[1][chosen].sum(0)) - _score(metric, counts[0][chosen].sum(0))
         )
-    beyond = min(np.mean(np.array(differences) <= 0), np.mean(np.array(differences) >= 0))
+    return {**_resampled(*whole, np.array(differences)), "signature": str(metric.get_signature())}
+
+
+def paired_exact(first: np.ndarray, second: np.ndarray, samples: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """`paired_bootstrap` for two outcomes [N] bool, right or wrong, of the same examples: percent and points.
+
+    ValueError if the numbers of examples differ.
+    """
+    if not len(first) == len(second) > 0:
+        raise ValueError(
+            f"The outcomes are of {len(first)} and {len(second)} examples: as many, and one at least."
+        )
+    change = second.astype(int) - first.astype(int)
+    # to draw examples with replacement is to draw how many of them change from right to wrong, not at all, and back
+    counts = np.bincount(change + 1, minlength=3)
+    drawn = np.random.default_rng(seed).multinomial(len(change), counts / len(change), size=samples)
+    differences = 100 * (drawn[:, 2] - drawn[:, 0]) / len(change)
+    return _resampled(100 * float(first.mean()), 100 * float(second.mean()), differences)
+
+
+def _resampled(first: float, second: float, differences: np.ndarray) -> dict[str, Any]:
+    beyond = min(np.mean(differences <= 0), np.mean(differences >= 0))
     return {
-        "first": round(whole[0], 2),
-        "second": round(whole[1], 2),
-        "difference": round(whole[1] - whole[0], 2),
+        "first": round(first, 2),
+        "second": round(second, 2),
+        "difference": round(second - first, 2),
         "interval": np.percentile(differences, [2.5, 97.5]).round(2).tolist(),
         "p": round(min(1.0, 2 * float(beyond)), 4),
-        "samples": samples,
-        "signature": str(metric.get_signature()),
+        "samples": len(differences),
     }
 
 
@@ -241,7 +234,6 @@ def evaluate_pairs(
     a folder to write what was said to, as NAME.txt.
     """
     loaded = load(checkpoint)
-    translation = loaded.recipe.data.parallel is not None
     sets = test_pairs(loaded, names)
     figures: dict[str, Any] = {
         "full_depth": full_depth(loaded.model),
@@ -251,31 +243,76 @@ def evaluate_pairs(
         "knobs": knobs,
         "sets": {},
     }
-    constant = None if translation else commonest_target(loaded)
+    constant = commonest_target(loaded)
     for name, found in sets.items():
         chosen = found[:limit]
-        sources, targets = [one[0] for one in chosen], [one[1] for one in chosen]
-        most = None
-        if not translation:
-            # an answer longer than any right one is wrong, whatever follows
-            most = max(len(target.split()) for target in targets) + 1
-        said = write(loaded, sources, beams, length_penalty, most, f"set {name}", **knobs)
-        if translation:
-            row = {**bleu(said.texts, targets), "copy_bleu": bleu(sources, targets)["bleu"]}
-        else:
-            right = np.array([text == target for text, target in zip(said.texts, targets, strict=True)])
-            right &= said.finished
-            row = exact_match(right, [one[2] for one in chosen])
-            unknown = [UNK in ids for ids in _rows(parallel.encode_lines(targets, loaded.tokenizer))]
-            row["unanswerable"] = round(100 * float(np.mean(unknown)), 2)
-            row["majority"] = round(100 * float(np.mean([target == constant for target in targets])), 2)
-            row["copy"] = round(100 * float(np.mean(np.array(sources) == np.array(targets))), 2)
-        figures["sets"][name] = {"examples": len(chosen), **row, **said.costs()}
+        said = answer(loaded, chosen, beams, length_penalty, f"set {name}", **knobs)
+        figures["sets"][name] = quality(loaded, chosen, said, constant)
         if outputs is not None:
             file = Path(outputs) / f"{name}.txt"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(f"{text}\n" for text in said.texts), encoding="utf-8")
     return figures
+
+
+def quality(loaded: Loaded, pairs: Sequence[tuple], said: Said, constant: str | None) -> dict[str, Any]:
+    """What `evaluate_pairs` says of one set; constant: from `commonest_target`."""
+    sources, targets = [one[0] for one in pairs], [one[1] for one in pairs]
+    if constant is None:
+        row = {**bleu(said.texts, targets), "copy_bleu": bleu(sources, targets)["bleu"]}
+    else:
+        row = exact_match(right_answers(said, targets), [one[2] for one in pairs])
+        unknown = [UNK in ids for ids in _rows(parallel.encode_lines(targets, loaded.tokenizer))]
+        row["unanswerable"] = round(100 * float(np.mean(unknown)), 2)
+        row["majority"] = round(100 * float(np.mean([target == constant for target in targets])), 2)
+        row["copy"] = round(100 * float(np.mean(np.array(sources) == np.array(targets))), 2)
+    return {"examples": len(pairs), **row, **said.costs()}
+
+
+def answer(
+    loaded: Loaded,
+    pairs: Sequence[tuple],
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    progress: str | None = None,
+    **knobs,
+) -> Said:
+    """What the model writes for the sources of a set (`write`).
+
+    Of a compositional task one word more than the longest target at most: a longer answer is wrong, whatever follows.
+    """
+    most = None
+    if loaded.recipe.data.parallel is None:
+        most = max(len(one[1].split()) for one in pairs) + 1
+    return write(loaded, [one[0] for one in pairs], beams, length_penalty, most, progress, **knobs)
+
+
+def right_answers(said: Said, targets: Sequence[str]) -> np.ndarray:
+    """[N] bool: which answers are finished and equal the target."""
+    return said.finished & np.array(
+        [text == target for text, target in zip(said.texts, targets, strict=True)]
+    )
+
+
+@torch.inference_mode()
+def loss_of(loaded: Loaded, pairs: Sequence[tuple], batch: int = BATCH, **knobs) -> float:
+    """Negative log-likelihood of the targets given their sources, in nats per token, <eos> counted, not smoothed.
+
+    Words that the vocabulary lacks are left out of it.
+    """
+    words, device = loaded.tokenizer, loaded.model.device
+    sides = [parallel.encode_lines([one[side] for one in pairs], words) for side in (0, 1)]
+    order = np.argsort(np.maximum(*(side.lengths for side in sides)), kind="stable")
+    total = count = 0.0
+    for start in range(0, len(pairs), batch):
+        sources, targets = (_rows(side.take(order[start : start + batch])) for side in sides)
+        labels = padded(targets, -100).to(device)
+        logits = loaded.model(**inputs_of(sources, device), labels=labels, **knobs).logits
+        if words.unk_token_id is not None:
+            labels = labels.masked_fill(labels == words.unk_token_id, -100)
+        total += float(F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"))
+        count += int((labels != -100).sum())
+    return total / count
 
 
 def test_pairs(loaded: Loaded, names: Sequence[str] = ()) -> dict[str, list[tuple]]:
@@ -310,9 +347,11 @@ def test_pairs(loaded: Loaded, names: Sequence[str] = ()) -> dict[str, list[tupl
     }
 
 
-def commonest_target(loaded: Loaded) -> str:
-    """The target that occurs most often in a compositional task's training part."""
+def commonest_target(loaded: Loaded) -> str | None:
+    """The target that occurs most often in a compositional task's training part; None for translation."""
     wanted = loaded.recipe.data.sequences
+    if wanted is None:
+        return None
     train = sequences.read(wanted.task, "train", wanted.split, wanted.path)[: wanted.train]
     return Counter(" ".join(one.target) for one in train).most_common(1)[0][0]
 
