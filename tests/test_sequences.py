@@ -604,6 +604,7 @@ def test_small_recipes_have_equal_parameters():
 
     for task, names, size in (
         ("scan", ("transformer", "ut", "sut"), 23),
+        ("cogs", ("transformer", "ut", "sut"), 835),
         ("translation", ("transformer-small", "ut-small", "sut-small"), 4000),
     ):
         counts = []

@@ -1,13 +1,15 @@
 """Rows x seeds: models that differ in a few fields, trained on the same data and measured alike; resumes after a kill.
 
 Every cell is a folder as in matrix.py. A row may begin from a checkpoint of its own (`tenuto convert`), so that
-architectures made from one pretrained model stand side by side.
+architectures made from one pretrained model stand side by side. Language models are measured here, models of sequences
+and parallel text in compare_pairs.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from .collapse import collapse
-from .matrix import Cell, language_recipe, load_plan, run_cells, varied
-from .recipe import Schedule
+from .matrix import Cell, load_plan, run_cells, varied
+from .recipe import Recipe, Schedule, load_recipe
 
 
 @dataclass
@@ -24,9 +26,10 @@ class Row:
     """What distinguishes one model. preset, start, convert, learning_rates, lora: as in a recipe, instead of the base
     recipe's; config, schedule: fields over the base recipe's.
 
-    seeds: of this row alone; by default the plan's.
+    base: another recipe of the same data, in place of the plan's. seeds: of this row alone; by default the plan's.
     """
 
+    base: str | None = None
     preset: str | None = None
     start: str | None = None
     convert: dict[str, Any] | None = None
@@ -41,8 +44,9 @@ class Row:
 class Comparison:
     """base: the recipe of every row. against: the row that the others are compared with, seed by seed.
 
-    capacities: at which routed models are measured, beside the config's own; thresholds: at which halting ones are,
-    beside every fixed depth.
+    Of language models, capacities: at which routed models are measured, beside the config's own; thresholds: at which
+    halting ones are, beside every fixed depth. Of models of sequences or parallel text, sets: the parts measured,
+    validation and all tests when left out; beams, length_penalty: of the search.
     """
 
     base: str
@@ -51,15 +55,40 @@ class Comparison:
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     capacities: list[float] = field(default_factory=list)
     thresholds: list[float] = field(default_factory=list)
+    sets: list[str] = field(default_factory=list)
+    beams: int = 1
+    length_penalty: float = 1.0
 
 
-def cells_of(plan: Comparison) -> list[Cell]:
-    """Every cell with its recipe, checked before anything is trained."""
+def of_pairs(recipe: Recipe) -> bool:
+    """Whether a recipe trains on sequences or parallel text."""
+    return recipe.data.sequences is not None or recipe.data.parallel is not None
+
+
+def base_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe whose models can be compared; ValueError for the other tasks."""
+    base = load_recipe(path, overrides)
+    if base.head != "causal" and not of_pairs(base):
+        raise ValueError(
+            f"{path} is of logical inference; rows are language models or models of sequences or parallel text."
+        )
+    return base
+
+
+def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
+    """Every cell with its recipe, checked before anything is trained; `overrides` change keys of every row's recipe."""
     if plan.against not in plan.rows:
         raise ValueError(f"against={plan.against!r} is no row; they are {', '.join(plan.rows)}.")
-    cells = []
+    cells, base = [], base_recipe(plan.base, overrides)
+    foreign = ("capacities", "thresholds") if of_pairs(base) else ("sets",)
+    if idle := [name for name in foreign if getattr(plan, name)]:
+        raise ValueError(f"{idle[0]} has nothing to set for rows of {plan.base}.")
     for name, row in plan.rows.items():
-        started = language_recipe(plan.base)
+        started = base_recipe(row.base or plan.base, overrides)
+        if started.data != base.data:
+            raise ValueError(
+                f"Row {name}: {row.base} has other data than {plan.base}; rows train on the same."
+            )
         if row.preset is not None or row.start is not None:
             started.preset, started.start, started.convert = row.preset, row.start, {}
         for part in ("convert", "learning_rates", "lora"):
@@ -263,22 +292,36 @@ def _spread(values: np.ndarray) -> float | None:
 
 
 def run_comparison(
-    path: str | Path, output: str | Path, only: str | None = None, progress=None
+    path: str | Path,
+    output: str | Path,
+    only: str | None = None,
+    progress=None,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Trains and measures every cell into `output`, one folder each; writes table.json (and of looped models
     picture.svg) there.
 
     only: names of cells to run now, with * and ? (another process may run others); the table has all that are done.
+    overrides: flags such as `--data.parallel.folder=FOLDER`, which change keys of every row's recipe.
     """
+    from .compare_pairs import measure_pairs, pairs_table
+
     plan, output = load_plan(path, Comparison), Path(output)
-    cells = cells_of(plan)
-    settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}
-    results = run_cells(cells, output, only, measure_cell, settings, progress)
+    cells = cells_of(plan, overrides)
+    if of_pairs(cells[0].recipe):
+        settings = {"sets": plan.sets, "beams": plan.beams, "length_penalty": plan.length_penalty}
+        results = run_cells(cells, output, only, measure_pairs, settings, progress)
+        folders = {(cell.labels["row"], cell.labels["seed"]): output / cell.name for cell in cells}
+        rows = pairs_table(plan.against, results, folders)
+    else:
+        settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}
+        results = run_cells(cells, output, only, measure_cell, settings, progress)
+        rows = table_of(plan, results)
     figures = {
         "against": plan.against,
         "cells": len(cells),
         "done": len(results),
-        "rows": table_of(plan, results),
+        "rows": rows,
         "results": results,
     }
     (output / "table.json").write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,0 +1,120 @@
+"""`tenuto compare` for models of sequences and parallel text: what a cell is measured by, and the table of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .evaluate import Loaded, load
+from .recipe import load_recipe
+from .translate import evaluate_pairs, loss_of, paired_bootstrap, paired_exact, test_pairs
+
+# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom; more seeds than that get the last, a little too wide
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+COSTS = ("loss", "macs_per_token", "tokens_per_second", "encoder_depth", "decoder_depth")
+
+
+def measure_pairs(folder: Path, sets: list[str], beams: int, length_penalty: float) -> dict[str, Any]:
+    """Figures of a trained cell by set (validation and all tests when none is named): what `evaluate_pairs` gives, the
+    loss, and tokens read and written per second of the search. What was said is kept in the folder `said`.
+    """
+    loaded = load(folder)
+    names = sets or ["validation", *_tests(loaded)]
+    figures = evaluate_pairs(folder, names, beams, length_penalty, outputs=folder / "said")
+    pairs = test_pairs(loaded, names)
+    for name, row in figures["sets"].items():
+        row["loss"] = round(loss_of(loaded, pairs[name]), 4)
+    return {"full_depth": figures["full_depth"], "quality": figures["sets"]}
+
+
+def _tests(loaded: Loaded) -> list[str]:
+    try:
+        return list(test_pairs(loaded))
+    except ValueError:
+        # parallel text without a test set
+        return []
+
+
+def student(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, spread (standard deviation) and the 95% interval of the mean by Student's t; None of a single value."""
+    values = np.asarray(values, float)
+    mean, count = float(values.mean()), len(values)
+    spread, interval = None, None
+    if count > 1:
+        spread = float(values.std(ddof=1))
+        half = STUDENT[min(count - 1, len(STUDENT)) - 1] * spread / count**0.5
+        spread, interval = round(spread, 4), [round(mean - half, 4), round(mean + half, 4)]
+    return {"mean": round(mean, 4), "spread": spread, "interval": interval}
+
+
+def pairs_table(
+    against: str, results: list[dict[str, Any]], folders: dict[tuple[str, int], Path]
+) -> list[dict[str, Any]]:
+    """One line a row, by set: BLEU or exact match with its interval over seeds, costs, and the difference from the
+    row `against`. folders: of the cells, by row and seed.
+
+    A difference is taken seed by seed: of several seeds its 95% interval is Student's over them ("seeds"); of one seed
+    it is the paired bootstrap's over the examples, which says nothing about other seeds ("examples").
+    """
+    lines = []
+    for name in dict.fromkeys(one["row"] for one in results):
+        some = [one for one in results if one["row"] == name]
+        line = {
+            "row": name,
+            "seeds": len(some),
+            "parameters": some[0]["parameters"],
+            "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
+            "full_depth": some[0]["full_depth"],
+            "sets": {},
+        }
+        for part in some[0]["quality"]:
+            rows = [one["quality"][part] for one in some]
+            measure = "bleu" if "bleu" in rows[0] else "exact"
+            here = {"examples": rows[0]["examples"], measure: student([row[measure] for row in rows])}
+            for key in COSTS:
+                here[key] = round(float(np.mean([row[key] for row in rows])), 4)
+            for key in ("majority", "copy", "copy_bleu", "unanswerable"):
+                if key in rows[0]:
+                    here[key] = rows[0][key]
+            if name != against:
+                here["minus_against"] = _difference(part, some, against, results, folders)
+            line["sets"][part] = here
+        lines.append(line)
+    return lines
+
+
+def _difference(
+    part: str, some: list[dict], against: str, results: list[dict], folders: dict[tuple, Path]
+) -> dict[str, Any] | None:
+    """The mean difference over the seeds that both rows have; None where they share none."""
+    base = {one["seed"]: one for one in results if one["row"] == against}
+    shared = [one for one in some if one["seed"] in base]
+    if not shared:
+        return None
+    measure = "bleu" if "bleu" in shared[0]["quality"][part] else "exact"
+    if len(shared) > 1:
+        gaps = [one["quality"][part][measure] - base[one["seed"]]["quality"][part][measure] for one in shared]
+        found = student(gaps)
+        return {"difference": found["mean"], "interval": found["interval"], "over": "seeds"}
+    ours, theirs = (folders[row, shared[0]["seed"]] for row in (shared[0]["row"], against))
+    targets = [pair[1] for pair in _references(ours, part)]
+    texts = [said_in(folder, part) for folder in (theirs, ours)]
+    if measure == "bleu":
+        found = paired_bootstrap(*texts, targets)
+    else:
+        # an unfinished answer is a word longer than any target, so it never equals one
+        found = paired_exact(*(np.array(said) == np.array(targets) for said in texts))
+    kept = {key: found[key] for key in ("difference", "interval", "p")}
+    return {**kept, "over": "examples"}
+
+
+def _references(folder: Path, part: str) -> list[tuple]:
+    return test_pairs(Loaded(None, load_recipe(folder / "recipe.yaml"), folder), [part])[part]
+
+
+def said_in(folder: Path, part: str) -> list[str]:
+    """The answers of a measured cell to a set, in its order."""
+    return (folder / "said" / f"{part}.txt").read_bytes().decode().split("\n")[:-1]
