@@ -1,0 +1,541 @@
+"""Text-to-text checkpoints measured: exact match in training, the knob, comparisons, experts, the report."""
+
+import json
+import re
+from html.parser import HTMLParser
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tenuto.data import sequences
+from tenuto.data.parallel import encode_lines
+from tenuto.evaluate import load
+from tenuto.recipe import load_recipe
+from tenuto.translate import test_pairs as pairs_of
+
+ROOT = Path(__file__).parents[1]
+RECIPE = {
+    "preset": "sut-tiny",
+    "head": "text-to-text",
+    "config": {
+        "num_loops": 3,
+        "num_decoder_loops": 4,
+        "attention_experts": 3,
+        "ffn_experts": 4,
+        "act_weight": 0.1,
+    },
+    "muon_learning_rate": 1.0e-2,
+    "training": {
+        "max_steps": 40,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 5.0e-3,
+        "logging_steps": 20,
+        "save_steps": 20,
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """SCAN's commands of at most three actions, and recipes for them."""
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "data").mkdir()
+    every = [one for part in ("train", "validation") for one in sequences.read("scan", part, "simple")]
+    chosen = [one for one in every if len(one.target) <= 3]
+    for part, some in (("train", chosen), ("test", chosen[::9])):
+        lines = [f"IN: {' '.join(one.source)} OUT: {' '.join(one.target)}\n" for one in some]
+        (folder / "data" / f"tasks_{part}_simple.txt").write_text("".join(lines))
+    data = {"sequences": {"task": "scan", "split": "simple", "path": str(folder / "data")}}
+    (folder / "sut.yaml").write_text(yaml.safe_dump({**RECIPE, "data": data}))
+    dense = {"preset": "transformer-tiny", "config": {"num_hidden_layers": 2}}
+    (folder / "transformer.yaml").write_text(yaml.safe_dump({**RECIPE, "data": data, **dense}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder) -> dict:
+    from tenuto.train import train
+
+    return train(load_recipe(folder / "sut.yaml"), folder / "sut")
+
+
+@pytest.fixture(scope="module")
+def run(folder, trained) -> Path:
+    return folder / "sut"
+
+
+def argmax_answer(model, ids, most, **knobs):
+    """The likeliest token always, one uncached pass for each; [] and more, with <eos>."""
+    said = [1]
+    while len(said) <= most and said[-1] != 2:
+        with torch.no_grad():
+            out = model(torch.tensor([ids]), decoder_input_ids=torch.tensor([said]), **knobs)
+        said.append(int(out.logits[0, -1].argmax()))
+    return said[1:]
+
+
+# training
+
+
+def test_training_measures_exact_match(trained, run):
+    """The share that an argmax loop gives; it stands in the history beside the loss, and the last one in percent."""
+    loaded = load(run)
+    right = []
+    for source, target, _ in pairs_of(loaded, ["validation"])["validation"]:
+        ids, wanted = (encode_lines([one], loaded.tokenizer)[0].tolist() for one in (source, target))
+        right.append(argmax_answer(loaded.model, ids, 4) == wanted)
+    measured = [row["eval_exact"] for row in trained["history"] if "eval_exact" in row]
+    assert len(measured) == sum("eval_loss" in row for row in trained["history"]) == 3
+    assert measured[-1] == pytest.approx(np.mean(right)) and trained["validation_exact"] == 100 * measured[-1]
+    assert 0 < np.mean(right) < 1
+    logged = json.loads((run / "checkpoint-40" / "trainer_state.json").read_text())["log_history"]
+    assert all("eval_exact" in row for row in logged if "eval_loss" in row)
+
+
+def test_exact_match_is_of_a_bounded_sample_and_leaves_the_mode(run):
+    """Spread evenly over the set; a target with an unknown word is never right."""
+    from tenuto.answers import exact_share
+    from tenuto.tasks import task_of
+
+    loaded = load(run)
+    data, model = task_of(loaded.recipe).validation, loaded.model.train()
+    places = np.linspace(0, len(data) - 1, 5).astype(int)
+    right = []
+    for place in places:
+        source, target = data[int(place)][0]
+        right.append(argmax_answer(model.eval(), source.tolist(), len(target)) == target.tolist())
+    model.train()
+    assert exact_share(model, data, sample=5, batch=2) == pytest.approx(np.mean(right)) and model.training
+    data.target.ids[data.target.ids > 3] = 3
+    assert exact_share(model, data) == 0.0
+
+
+def test_best_checkpoints_by_exact_match_then_loss(tmp_path):
+    from tenuto.average import best_checkpoints
+
+    rows = {10: (0.5, 1.0), 20: (0.7, 2.0), 30: (0.7, 1.5), 40: (0.1, 0.2)}
+    history = [{"step": n, "eval_exact": exact, "eval_loss": loss} for n, (exact, loss) in rows.items()]
+    for step in rows:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            json.dumps({"log_history": history})
+        )
+    assert [one.name for one in best_checkpoints(tmp_path, 3)] == [
+        "checkpoint-30",
+        "checkpoint-20",
+        "checkpoint-10",
+    ]
+
+
+# measures
+
+
+def test_loss_is_the_mean_over_target_tokens(run):
+    """Token by token, by hand; words that the vocabulary lacks are left out; label smoothing has no part in it."""
+    from tenuto.translate import loss_of
+
+    loaded = load(run)
+    loaded.model.config.label_smoothing = 0.3
+    pairs = [("jump twice", "I_JUMP I_JUMP"), ("walk", "I_WALK I_FLY"), ("turn left", "I_TURN_LEFT")]
+    total, count = 0.0, 0
+    for source, target in pairs:
+        ids, wanted = (encode_lines([one], loaded.tokenizer)[0].tolist() for one in (source, target))
+        with torch.no_grad():
+            logits = loaded.model(
+                torch.tensor([ids]), decoder_input_ids=torch.tensor([[1, *wanted[:-1]]])
+            ).logits
+        for place, token in enumerate(wanted):
+            if token != 3:
+                total, count = total - float(logits[0, place].log_softmax(-1)[token]), count + 1
+    assert count == 7
+    assert loss_of(loaded, pairs, batch=2) == pytest.approx(total / count, abs=1e-5)
+
+
+def test_paired_exact_is_the_bootstrap_over_examples():
+    """Beside one that draws the examples; equal outcomes have no interval."""
+    from tenuto.translate import paired_exact
+
+    draws = np.random.default_rng(3)
+    first, second = draws.random(200) < 0.5, draws.random(200) < 0.6
+    found = paired_exact(first, second, samples=4000)
+    assert found["difference"] == round(100 * (second.mean() - first.mean()), 2)
+    slow = []
+    for _ in range(4000):
+        chosen = draws.integers(200, size=200)
+        slow.append(100 * (second[chosen].mean() - first[chosen].mean()))
+    assert found["interval"] == pytest.approx(np.percentile(slow, [2.5, 97.5]), abs=0.8)
+    assert found["p"] == pytest.approx(2 * min(np.mean(np.array(slow) <= 0), 0.5), abs=0.03)
+    same = paired_exact(first, first)
+    assert same["difference"] == 0 and same["interval"] == [0, 0] and same["p"] == 1
+    with pytest.raises(ValueError, match="of 200 and 3 examples"):
+        paired_exact(first, second[:3])
+
+
+# the knob
+
+
+def test_sweep_is_what_the_model_writes_at_each_threshold(run):
+    """Answers, depths of both sides and MACs of a slow loop; differences are from full depth on the same examples."""
+    from tenuto.sweep_pairs import spread, sweep_pairs
+
+    loaded = load(run)
+    figures = sweep_pairs(run, [0.6, 0.0], repeats=1)
+    assert list(figures["sets"]) == ["validation"] and figures["full_depth"] == {"encoder": 3, "decoder": 4}
+    rows = figures["sets"]["validation"]["rows"]
+    pairs = pairs_of(loaded, ["validation"])["validation"]
+    right = {}
+    for row in rows:
+        depths, macs, right[row["threshold"]] = ([], []), 0, []
+        for source, target, _ in pairs:
+            ids = encode_lines([source], loaded.tokenizer)[0].tolist()
+            said = argmax_answer(loaded.model, ids, 4, threshold=row["threshold"])
+            with torch.no_grad():
+                out = loaded.model(
+                    torch.tensor([ids]), labels=torch.tensor([said]), threshold=row["threshold"]
+                )
+            depths[0].extend(out.depths[0].tolist())
+            depths[1].extend(out.decoder_depths[0].tolist())
+            # padding to batch-mates is computed by attention alone
+            macs += out.compute.total
+            wanted = encode_lines([target], loaded.tokenizer)[0].tolist()
+            right[row["threshold"]].append(said == wanted)
+        for side, found, full in zip(("encoder", "decoder"), depths, (3, 4), strict=True):
+            assert row[f"{side}_depth"] == pytest.approx(np.mean(found), abs=1e-3)
+            assert row[f"{side}_skipped"] == pytest.approx(100 * (1 - np.mean(found) / full), abs=0.01)
+        assert row["written_tokens"] == len(depths[1])
+        assert row["exact"] == round(100 * np.mean(right[row["threshold"]]), 2)
+        assert row["macs"] == pytest.approx(macs, rel=0.1) and row["macs"] >= macs
+        change = np.mean(right[row["threshold"]]) - np.mean(right[1.0])
+        assert row["difference"] == pytest.approx(100 * change, abs=0.01)
+        assert row["difference_interval"][0] <= row["difference"] <= row["difference_interval"][1]
+    assert rows[0]["encoder_skipped"] == rows[0]["changed"] == 0 and rows[0]["macs_share"] == 1.0
+    assert rows[2]["encoder_depth"] == rows[2]["decoder_depth"] == 1.0 and rows[2]["macs_share"] < 0.7
+    assert spread(range(10), 3) == [0, 4, 9] and spread(range(3), 5) == [0, 1, 2]
+
+
+def test_sweep_times_each_setting_turn_by_turn(run, monkeypatch):
+    """The fastest of the repeats counts, whatever the order."""
+    from tenuto import sweep_pairs
+
+    asked, real = [], sweep_pairs.answer
+    seconds = iter([4.0, 2.0, 1.0, 5.0])
+
+    def answer(*args, threshold, **kwargs):
+        asked.append(threshold)
+        said = real(*args, threshold=threshold, **kwargs)
+        said.seconds = next(seconds)
+        return said
+
+    monkeypatch.setattr(sweep_pairs, "answer", answer)
+    rows = sweep_pairs.sweep_pairs(run, [0.5], ["test"], repeats=2, limit=6)["sets"]["test"]["rows"]
+    assert asked == [1.0, 0.5, 1.0, 0.5]
+    assert [row["seconds"] for row in rows] == [1.0, 2.0] and rows[1]["seconds_share"] == 2.0
+
+
+def test_sweep_of_translation_is_bleu_with_its_bootstrap():
+    """The figures of `paired_bootstrap` between two sets of texts."""
+    pytest.importorskip("sacrebleu")
+    from types import SimpleNamespace as Room
+
+    from tenuto.sweep_pairs import beside
+    from tenuto.translate import paired_bootstrap
+
+    lines = [f"ein Hund läuft über die Wiese Nummer {k} ." for k in range(12)]
+    pairs = [("a dog", line) for line in lines]
+    base, one = Room(texts=lines), Room(texts=[line.replace("Hund", "Mann") for line in lines])
+    loaded = Room(recipe=Room(data=Room(parallel=object())))
+    found, want = beside(loaded, pairs, base, one), paired_bootstrap(lines, one.texts, lines)
+    assert found["bleu"] == want["second"] < 100 and found["changed"] == 100.0
+    assert found["difference"] == want["difference"] and found["difference_interval"] == want["interval"]
+
+
+def test_sweep_refuses_in_one_sentence(run, folder):
+    from tenuto.sweep_pairs import sweep_pairs
+    from tenuto.train import train
+
+    with pytest.raises(ValueError, match="no set 'gen'; it has validation, test"):
+        sweep_pairs(run, [0.5], ["gen"])
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        sweep_pairs(run, [0.5], repeats=0)
+    recipe = load_recipe(folder / "transformer.yaml", ["--training.max_steps=1"])
+    train(recipe, folder / "dense")
+    with pytest.raises(ValueError, match="has a fixed depth; the knob needs policy stick_breaking"):
+        sweep_pairs(folder / "dense", [0.5])
+
+
+# comparison
+
+
+def plan(folder: Path, **changes) -> Path:
+    """Two rows of few steps."""
+    settings = {
+        "base": str(folder / "sut.yaml"),
+        "against": "sut",
+        "seeds": [0, 1],
+        "sets": ["validation", "test"],
+        "rows": {
+            "sut": {},
+            "dense": {"base": str(folder / "transformer.yaml"), "seeds": [1]},
+            "no halting": {"config": {"policy": "fixed", "act_weight": 0.0}},
+        },
+        **changes,
+    }
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_comparison_of_rows(folder):
+    """Means over seeds; differences seed by seed, or by the bootstrap where one seed is shared; nothing is redone."""
+    from tenuto.compare import run_comparison
+    from tenuto.compare_pairs import said_in
+    from tenuto.translate import evaluate_pairs, loss_of, paired_exact
+
+    few, output = ["--training.max_steps=8"], folder / "rows"
+    part = run_comparison(plan(folder), output, only="sut-*", overrides=few)
+    assert part["done"] == 2 and part["cells"] == 5 and [row["row"] for row in part["rows"]] == ["sut"]
+    figures = run_comparison(plan(folder), output, overrides=few)
+    assert figures["done"] == 5 and json.loads((output / "table.json").read_text()) == figures
+    cells = {(one["row"], one["seed"]): one for one in figures["results"]}
+    rows = {row["row"]: row for row in figures["rows"]}
+    sut, dense, fixed = rows["sut"], rows["dense"], rows["no halting"]
+    for part in ("validation", "test"):
+        here = [cells["sut", seed]["quality"][part] for seed in (0, 1)]
+        exact = [one["exact"] for one in here]
+        assert sut["sets"][part]["exact"]["mean"] == pytest.approx(np.mean(exact), abs=1e-3)
+        assert sut["sets"][part]["loss"] == pytest.approx(np.mean([one["loss"] for one in here]), abs=1e-4)
+        assert {"majority", "copy", "macs_per_token", "tokens_per_second"} <= set(sut["sets"][part])
+        gaps = [
+            cells["no halting", seed]["quality"][part]["exact"] - cells["sut", seed]["quality"][part]["exact"]
+            for seed in (0, 1)
+        ]
+        minus = fixed["sets"][part]["minus_against"]
+        assert minus["difference"] == pytest.approx(np.mean(gaps), abs=1e-3) and minus["over"] == "seeds"
+        assert fixed["sets"][part]["decoder_depth"] == 4.0 and dense["sets"][part]["encoder_depth"] == 2.0
+    assert "minus_against" not in sut["sets"]["test"] and dense["sets"]["test"]["exact"]["interval"] is None
+    # one seed in common: the bootstrap over what was said
+    loaded = load(output / "dense-1")
+    pairs = pairs_of(loaded, ["test"])["test"]
+    outcomes = [
+        np.array([text == pair[1] for text, pair in zip(said_in(output / cell, "test"), pairs, strict=True)])
+        for cell in ("sut-1", "dense-1")
+    ]
+    want, minus = paired_exact(*outcomes), dense["sets"]["test"]["minus_against"]
+    assert minus == {**{key: want[key] for key in ("difference", "interval", "p")}, "over": "examples"}
+    again = evaluate_pairs(output / "dense-1", ["test"])["sets"]["test"]
+    cell = cells["dense", 1]["quality"]["test"]
+    assert cell["exact"] == again["exact"] and cell["macs_per_token"] == again["macs_per_token"]
+    assert cell["loss"] == round(loss_of(loaded, pairs), 4)
+
+
+def test_student_interval():
+    """Three values, by hand: t of two degrees of freedom."""
+    from tenuto.compare_pairs import student
+
+    found = student([1.0, 2.0, 4.0])
+    spread = (((1 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2) ** 0.5
+    half = 4.303 * spread / 3**0.5
+    assert found == {
+        "mean": 2.3333,
+        "spread": round(spread, 4),
+        "interval": [round(7 / 3 - half, 4), round(7 / 3 + half, 4)],
+    }
+    assert student([5.0]) == {"mean": 5.0, "spread": None, "interval": None}
+
+
+def test_bad_plans_are_refused_in_one_sentence(folder, tmp_path):
+    from tenuto.compare import Comparison, cells_of, load_plan
+
+    def refused(message, **changes):
+        with pytest.raises(ValueError, match=message):
+            cells_of(load_plan(plan(folder, **changes), Comparison))
+
+    refused("thresholds has nothing to set for rows of", thresholds=[0.5])
+    other = yaml.safe_load((folder / "sut.yaml").read_text())
+    other["data"]["sequences"]["train"] = 50
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(other))
+    rows = {"sut": {}, "fewer": {"base": str(tmp_path / "other.yaml")}}
+    refused("Row fewer: .*other.yaml has other data than .*sut.yaml", rows=rows)
+    refused("is of logical inference", base=str(ROOT / "recipes" / "logic" / "sut.yaml"))
+
+
+def test_shipped_plans(monkeypatch):
+    """Every cell builds; in the ablations what is said to be equal is."""
+    from tenuto.compare import Comparison, cells_of, load_plan
+    from tenuto.presets import build, config_of
+
+    monkeypatch.chdir(ROOT)
+    for name, count in (("scan/depth", 9), ("cogs/depth", 9), ("translation/ablations", 10)):
+        cells = cells_of(load_plan(f"recipes/{name}.yaml", Comparison))
+        assert len({cell.name for cell in cells}) == len(cells) == count
+    sizes, macs = {}, {}
+    for cell in cells:
+        model = build(config_of(cell.recipe, vocab_size=4000), "text-to-text")
+        sizes[cell.labels["row"]] = sum(p.numel() for p in model.parameters())
+        macs[cell.labels["row"]] = model.encoder.token_macs() + model.decoder.token_macs()
+    assert macs["dense, equal macs"] == pytest.approx(macs["sut"], rel=0.005)
+    assert macs["moa, wide heads"] == macs["sut"] == macs["switch loss"] == macs["keys and values from h"]
+    assert sizes["moa, wide heads"] == pytest.approx(sizes["sut"], rel=1e-3)
+    assert all(sizes[name] == pytest.approx(sizes["sut"], rel=0.03) for name in ("ut", "transformer"))
+
+
+# experts
+
+
+def test_expert_usage_is_a_count_by_hand(run):
+    """One pair at a time, without padding: choices of each token at each step, by side and part; PMI from its words."""
+    from tenuto.expert_usage import expert_usage
+
+    loaded, counts = load(run), {}
+    pairs = pairs_of(loaded, ["validation"])["validation"]
+    names = loaded.tokenizer.convert_ids_to_tokens(range(len(loaded.tokenizer)))
+    for source, target, _ in pairs:
+        ids, wanted = (encode_lines([one], loaded.tokenizer)[0].tolist() for one in (source, target))
+        with torch.no_grad():
+            out = loaded.model(torch.tensor([ids]), labels=torch.tensor([wanted]), output_routing=True)
+        for side, read in (("encoder", ids), ("decoder", [1, *wanted[:-1]])):
+            for _, part, places, experts, _ in out.routing[side]:
+                for place, chosen in zip(places.tolist(), experts.tolist(), strict=True):
+                    for expert in chosen:
+                        key = (f"{side}.{part}", names[read[place]], expert)
+                        counts[key] = counts.get(key, 0) + 1
+    usage = expert_usage(run)
+    assert usage["sets"] == ["validation"] and usage["pairs"] == len(pairs)
+    parts = {"attention", "feed_forward"}
+    assert set(usage["routers"]) == {f"encoder.{part}" for part in parts} | {
+        f"decoder.{part}" for part in (*parts, "cross")
+    }
+    for name, router in usage["routers"].items():
+        here = {(token, expert): n for (router, token, expert), n in counts.items() if router == name}
+        total = sum(here.values())
+        told = {(token, k): n for token, row in router["counts"].items() for k, n in enumerate(row) if n}
+        assert told == here
+        for expert, share in enumerate(router["usage"]):
+            assert share == pytest.approx(
+                sum(n for (_, e), n in here.items() if e == expert) / total, abs=1e-4
+            )
+        information = 0.0
+        for (token, expert), n in here.items():
+            by_token = sum(m for (other, _), m in here.items() if other == token)
+            by_expert = sum(m for (_, other), m in here.items() if other == expert)
+            information += n / total * log(n * total / (by_token * by_expert))
+        assert router["information"] == pytest.approx(information, abs=2e-3)
+        assert router["largest"] == pytest.approx(max(router["usage"]) * len(router["usage"]), abs=1e-2)
+        for expert, tokens in router["specific"].items():
+            for one in tokens:
+                by_token = sum(m for (other, _), m in here.items() if other == one["token"])
+                by_expert = sum(m for (_, other), m in here.items() if other == int(expert))
+                pmi = log(one["count"] * total / (by_token * by_expert))
+                assert one["pmi"] == pytest.approx(pmi, abs=1e-3) and pmi > 0
+                assert one["share"] == pytest.approx(one["count"] / by_token, abs=1e-4)
+            assert [one["pmi"] for one in tokens] == sorted((one["pmi"] for one in tokens), reverse=True)
+
+
+def test_distinct_layers_have_routers_of_their_own(folder):
+    """A Mixture of Attention heads: two layers a side, and no feed-forward experts; a rare token is not specific."""
+    from tenuto.expert_usage import SEEN, expert_usage
+    from tenuto.train import train
+
+    recipe = load_recipe(folder / "transformer.yaml", ["--training.max_steps=1", "--preset=moa-tiny"])
+    recipe.config = {"num_hidden_layers": 2, "num_decoder_layers": 2}
+    train(recipe, folder / "moa")
+    usage = expert_usage(folder / "moa", ["test"], limit=40)
+    assert set(usage["routers"]) == {
+        *(f"{side}.{n}.attention" for side in ("encoder", "decoder") for n in (1, 2)),
+        *(f"decoder.{n}.cross" for n in (1, 2)),
+    }
+    router = usage["routers"]["encoder.2.attention"]
+    for tokens in router["specific"].values():
+        # two of four experts for each time it was read
+        assert all(sum(router["counts"][one["token"]]) >= 2 * SEEN for one in tokens)
+    with pytest.raises(ValueError, match="has no routers: its model is dense"):
+        expert_usage(folder / "dense")
+
+
+def test_dead_and_faint_experts_are_named():
+    from tenuto.expert_usage import _describe
+
+    table = np.array([[40, 0, 0, 60], [59, 0, 1, 40]])
+    found = _describe(table, ["a", "b"], np.array([True, False]))
+    assert found["dead"] == [1] and found["faint"] == [2] and found["largest"] == 2.0
+    assert found["specific"][3] == [{"token": "a", "pmi": round(log(1.2), 3), "count": 60, "share": 0.6}]
+    assert found["specific"][0] == found["specific"][1] == []
+
+
+def test_names_of_bytes_are_unique():
+    """A byte-level vocabulary: words with their blank, parts of characters as they are stored."""
+    from tenuto.data.parallel import joint_tokenizer
+    from tenuto.expert_usage import token_names
+
+    words = joint_tokenizer([("a dog runs", "ein Hund läuft")] * 20, "bpe", 300)
+    names = token_names(words)
+    assert len(set(names)) == len(names) == len(words)
+    assert "▁dog" in names and names[:3] == ["<pad>", "<bos>", "<eos>"]
+
+
+def test_pictures_of_experts(run, tmp_path):
+    """One panel a router, a square for each token and expert that met; in the report's style as well."""
+    from tenuto.expert_picture import chosen_tokens, picture, serving, spoken
+    from tenuto.expert_usage import expert_usage
+
+    usage = expert_usage(run, ["validation", "test"])
+    picture(usage, tmp_path / "deep" / "experts.svg")
+    svg = (tmp_path / "deep" / "experts.svg").read_text()
+    assert svg.count('<g id="axes_') == len(usage["routers"]) and "<image" not in svg
+    assert spoken("decoder.cross") == "decoder, cross-attention"
+    assert spoken("encoder.2.feed_forward") == "encoder, layer 2, feed-forward"
+    router = usage["routers"]["encoder.feed_forward"]
+    drawn = serving("who", router)
+    squares = sum(n > 0 for token in chosen_tokens(router) for n in router["counts"][token])
+    assert 'aria-label="who"' in drawn and drawn.count("var(--accent)") >= squares > 0
+
+
+# the report
+
+
+class Tags(HTMLParser):
+    """Fails at a tag that is not closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "path", "rect", "use"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_report(run):
+    """What it measured, on one self-contained page."""
+    from tenuto.pairs_page import measure_pairs_report, pairs_page
+
+    figures = measure_pairs_report(run, limit=12, thresholds=(0.5,), repeats=1)
+    json.dumps(figures)
+    assert figures["examples"]["validation"][0] <= 12 and set(figures["sets"]) == {"validation", "test"}
+    for part in figures["texts"]:
+        assert len(part["source"]) == len(part["source_steps"])
+        assert len(part["answer"]) == len(part["answer_steps"])
+        assert (
+            "".join(part["answer"]).removesuffix("<eos>").split() == part["target"].split()
+            or not part["right"]
+        )
+    html = pairs_page(figures)
+    reader = Tags()
+    reader.feed(re.sub(r"<svg.*?</svg>", "", html, flags=re.S))
+    assert reader.open == []
+    for piece in (
+        "Training", "How good the answers are", "commonest answer %", "How deep it goes", "The knob",
+        "Who serves whom", "decoder, cross-attention", "Token by token",
+    ):  # fmt: skip
+        assert piece in html, piece
+    assert not re.search(r"https?://|<script|<link|@import|src=|url\((?!#)", html)
