@@ -1,6 +1,7 @@
 """Training's own parts: optimizer, curriculum, augmentation, schedules, recipes, accumulation, casts, compile."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tenuto.collapse import ADVICE, collapse
+from tenuto.compare import depth_curve
 from tenuto.data import logical_inference as logic
 from tenuto.data.pairs import FIRST_RELATION, Curriculum, PairDataset, tokenizer
+from tenuto.models.halting import POLICIES
+from tenuto.models.looped import LoopedConfig
 from tenuto.optim import MuonAdamW, orthogonalize, parameter_groups
 from tenuto.presets import build, config_of, preset
 from tenuto.recipe import Data, Recipe, Schedule, load_recipe
@@ -314,3 +319,94 @@ def test_resume_refuses_another_recipe_and_splits_train(tmp_path):
     assert again["seconds"]["cpu"] > state["log_history"][-1]["cpu_seconds"] > 0
     result = evaluate(tmp_path / "run", ["A"])
     assert result["pairs"] == {"A": 6560} and result["majority"] == {"A": 53.89}
+
+
+def watched(policy: str, task, tmp_path, **config) -> list[dict]:
+    """The logs of a few steps of a looped model, the collapse detector at work from the first."""
+    body = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_loops": 3,
+        "dropout": 0.0,
+    }
+    config = {"policy": policy, "num_coda_layers": 0, **body, **config}
+    recipe = Recipe(preset="looped-tiny", config=config, head="causal", training={"max_steps": 4})
+    from transformers import TrainingArguments
+
+    model = build(config_of(recipe, vocab_size=21), "causal")
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, logging_steps=1, report_to="none", save_strategy="no",
+        per_device_train_batch_size=4, disable_tqdm=True, remove_unused_columns=False, use_cpu=True,
+    )  # fmt: skip
+    trainer = AdaptiveTrainer(model=model, args=args, train_dataset=task.train, recipe=recipe, task=task)
+    trainer.train()
+    return trainer.state.log_history
+
+
+@pytest.fixture
+def words():
+    """A task of random tokens."""
+    random = np.random.default_rng(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in random.integers(21, size=(16, 12))]
+    sampler = lambda steps, batch, seed: range(16)  # noqa: E731
+    return type("T", (), {"train": rows, "sampler": staticmethod(sampler), "answers": None})()
+
+
+@pytest.mark.parametrize("policy, bias", [("pondernet", 6.0), ("pondernet", -9.0), ("stick_breaking", 6.0)])
+def test_policies_with_a_distribution_are_watched(words, tmp_path, caplog, policy, bias):
+    """PonderNet runs every step in training: its expected depth is logged, and warned of when it has no spread."""
+    with caplog.at_level("WARNING", "tenuto"):
+        logs = watched(policy, words, tmp_path, halt_bias=bias, halt_threshold=0.9)
+    depths = [row["depth/expected"] for row in logs if "depth/expected" in row]
+    assert len(depths) == 4 and max(abs(depth - (1 if bias > 0 else 3)) for depth in depths) < 0.1
+    assert ("everything stops at the floor" if bias > 0 else "nothing stops before") in caplog.text
+    if policy == "pondernet":
+        assert {row["depth/mean"] for row in logs if "depth/mean" in row} == {3.0}
+        assert "ponder_prior" in caplog.text and "act_weight" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["act", "exit_head", "fixed", "latent"])
+def test_policies_without_a_distribution_log_no_expected_depth(words, tmp_path, policy):
+    """ACT's N + R is a price, an exit head's probabilities are of one step each."""
+    logs = watched(policy, words, tmp_path)
+    assert any("depth/mean" in row for row in logs) and not any("depth/expected" in row for row in logs)
+
+
+def test_depth_curves_are_of_what_was_learnt():
+    """The expected depth where it is logged; else what was executed, if tokens stopped by themselves."""
+    rows = [{"step": n, "depth/mean": 4.0, "loss": 1.0} for n in (1, 2)]
+    assert depth_curve(rows, stops=True) == [[1, 4.0], [2, 4.0]] and depth_curve(rows, stops=False) == []
+    expected = [*({**row, "depth/expected": 1.25} for row in rows), {"step": 2, "eval_loss": 1.0}]
+    assert depth_curve(expected, stops=True) == depth_curve(expected, stops=False) == [[1, 1.25], [2, 1.25]]
+
+
+# a value that each field takes, for every policy that its advice is for
+TRIED = {
+    "halt_bias": -3.0, "act_weight": 0.001, "depth_budget": 2.0, "halt_threshold": 0.5, "ponder_prior": 0.1,
+    "ponder_weight": 0.001, "exit_margin": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "fixed"])
+def test_advice_is_accepted_by_the_config(policy):
+    """Every field that the advice names exists and can be changed under the policy it is given for."""
+    for depths in (np.ones(9), np.full(9, 4), np.full(9, 2), np.full(9, 1.02)):
+        advice = collapse(depths, 1, 4, policy)["advice"]
+        advice, *other = advice.split(" and read exits with policy exit_head")
+        if other:
+            advice = advice.replace("objective all or sampled", "")
+            for objective in ("all", "sampled"):
+                LoopedConfig(policy="exit_head", objective=objective, act_weight=0.0)
+        words = set(re.findall(r"[\w.]+", advice))
+        fields = {word for word in words if "_" in word}
+        for name in fields:
+            if name.startswith("schedule."):
+                Schedule(**{name.removeprefix("schedule."): 0.2})
+            else:
+                LoopedConfig(policy=policy, num_coda_layers=0, **{name: TRIED[name]})
+        if "objective" in words:
+            for objective in ("all", "sampled"):
+                LoopedConfig(policy=policy, num_coda_layers=0, objective=objective)
+        assert fields
+    assert set(ADVICE) == set(POLICIES) - {"fixed"}

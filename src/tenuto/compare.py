@@ -154,15 +154,23 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
             "mean_depth": figures["mean_depth"],
             "full_depth": full,
             "shares": (np.bincount(depths, minlength=full + 1)[1:] / len(depths)).round(4).tolist(),
-            "depth_curve": [
-                [one["step"], round(one["depth/mean"], 3)] for one in history if "depth/mean" in one
-            ],
-            **collapse(depths, model.config.min_steps, full),
+            "depth_curve": depth_curve(history, model.stack.policy.skips_in_training),
+            **collapse(depths, model.config.min_steps, full, model.config.policy),
         }
         if thresholds:
             knob = sweep_language(folder, thresholds, names, repeats=1)
             result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
     return result
+
+
+def depth_curve(history: list[dict[str, Any]], stops: bool) -> list[list[float]]:
+    """[step, mean depth] of each log of a training: the expected depth where it is logged, else that executed, if
+    tokens stop in training (`stops`); where they do not, it says what the schedule or a draw ran, not what was learnt.
+    """
+    key = "depth/expected" if any("depth/expected" in one for one in history) else "depth/mean"
+    if key == "depth/mean" and not stops:
+        return []
+    return [[one["step"], round(one[key], 3)] for one in history if key in one]
 
 
 def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) -> dict[str, dict[str, Any]]:
@@ -255,7 +263,9 @@ def table_of(plan: Comparison, results: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
-    """Depth during training, one line a model, and the depths on held-out text, one row a model."""
+    """Depth during training, one line a model that has one (`depth_curve`), and the depths on held-out text, one row a
+    model.
+    """
     from matplotlib.figure import Figure
 
     some = [one for one in results if "depth_curve" in one]
@@ -263,10 +273,12 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.4 * len(names) + 2.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for one in some:
+        if not one["depth_curve"]:
+            continue
         steps, depths = zip(*one["depth_curve"], strict=True)
         left.plot(steps, depths, color=f"C{names.index(one['row'])}", label=one["row"])
     left.set_xlabel("step")
-    left.set_ylabel("mean depth in training, loops")
+    left.set_ylabel("expected depth in training, loops")
     left.set_ylim(bottom=0)
     for number, name in enumerate(names):
         shares = np.mean([one["shares"] for one in some if one["row"] == name], 0)

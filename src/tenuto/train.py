@@ -144,7 +144,10 @@ class AdaptiveTrainer(Trainer):
             self._add(f"loss/{name}", value.item())
         depths = out.depths[out.depths > 0]
         self._add("depth/mean", depths.float().mean().item())
-        self._watch(depths)
+        expected = out.expected_depths[out.depths > 0] if has_distribution(self.model) else None
+        if expected is not None:
+            self._add("depth/expected", expected.float().mean().item())
+        self._watch(depths, expected)
         for depth, share in enumerate((torch.bincount(depths).float() / len(depths)).tolist()):
             self._add(f"depth/share_{depth}", share)
         for name, statistics in (out.balance or {}).items():
@@ -159,9 +162,15 @@ class AdaptiveTrainer(Trainer):
         self._add("tokens", tokens)
         self._add("macs_per_token", out.compute.total / tokens)
 
-    def _watch(self, depths: torch.Tensor) -> None:
-        """Warns, once a log, when tokens may stop but their depths have no spread."""
-        policy, config = policies_of(self.model), self.model.config
+    def _watch(self, depths: torch.Tensor, expected: torch.Tensor | None) -> None:
+        """Warns, once a log, when tokens may stop but their depths have no spread.
+
+        PonderNet runs every step in training: judged by the means of its distributions, `expected`. An exit head runs
+        every step too and has no distribution; it learns from labels, and is judged where it stops tokens, at
+        inference (`tenuto depths`).
+        """
+        stops, config = policies_of(self.model), self.model.config
+        policy = stops or expected is not None
         knobs = self.knobs()
         full, floor = (
             config.num_loops if policy else 1,
@@ -169,11 +178,13 @@ class AdaptiveTrainer(Trainer):
         )
         self._add("depth/spread", depths.float().std(correction=0).item())
         if policy and (self.state.global_step + 1) % self.args.logging_steps == 0:
-            found = collapse(depths.cpu().numpy(), floor, full)
+            judged = depths if stops else expected
+            found = collapse(judged.detach().float().cpu().numpy(), floor, full, config.policy)
             schedule = self.recipe.schedule
             # a deep start is at full depth for a while
             settled = schedule.halting_from + schedule.act_warmup + 0.1
-            early = found["at_full"] > 0.5 and self.state.global_step / self.args.max_steps < settled
+            unripe = found["at_full"] > 0.5 or not stops
+            early = unripe and self.state.global_step / self.args.max_steps < settled
             if found["collapsed"] and not early:
                 logger.warning("depths have collapsed: %s", found["advice"])
 
@@ -215,6 +226,11 @@ def calibrate_on(model: Routed, task: Task) -> None:
 def policies_of(model) -> bool:
     """Whether tokens of the model may stop in training."""
     return any(getattr(module, "skips_in_training", False) for module in model.modules())
+
+
+def has_distribution(model) -> bool:
+    """Whether the expected depths of the model are means of a halting distribution."""
+    return any(getattr(module, "distributes", False) for module in model.modules())
 
 
 def _counts(inputs: dict) -> dict[str, float]:
@@ -388,7 +404,7 @@ def train(
                 key: row[key]
                 for key in row
                 if key in ("step", "loss", "eval_accuracy", "eval_exact", "eval_loss", "depth/mean")
-                or key.startswith("layer/")
+                or key.startswith(("layer/", "depth/expected"))
             }
             for row in trainer.state.log_history
         ],

@@ -78,11 +78,11 @@ class Fixed(nn.Module):
     `row_macs`, `start_macs`: MACs of one asking, and of a token's start. `heads`: output heads called for one asking.
     `skips_in_training`: whether tokens stop in training as well. `mixes`: whether states of several steps are mixed.
     `watches`: whether it must be shown every step, those before the first question too. `inference_only`: training
-    runs every step and asks nothing.
+    runs every step and asks nothing. `distributes`: whether `expected_depth` is the mean of a distribution over steps.
     """
 
     row_macs = start_macs = heads = 0
-    skips_in_training = mixes = watches = inference_only = False
+    skips_in_training = mixes = watches = inference_only = distributes = False
 
     def start(self, x_Nd: Tensor) -> HaltState:
         """Nothing spent."""
@@ -127,7 +127,7 @@ class StickBreaking(Asking):
     stack, the published setting); -3 gives 0.047, a deep start from which training comes down.
     """
 
-    skips_in_training = mixes = True
+    skips_in_training = mixes = distributes = True
 
     def __init__(self, config):
         super().__init__()
@@ -176,6 +176,9 @@ class ACT(StickBreaking):
     N = first step with sum_{l<=N} â_l >= threshold (1 - epsilon); a_l = â_l for l < N, a_N = R = 1 - sum_{l<N} â_l.
     The weights sum to 1 and nothing accumulates after the halt. Its penalty is N + R.
     """
+
+    # N + R is a price, up to L + 1, and no mean
+    distributes = False
 
     def ask(self, state: HaltState, h_Nd: Tensor, step: int, readout=None) -> HaltState:
         """a = â, not what stick-breaking leaves of it."""
