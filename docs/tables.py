@@ -122,6 +122,10 @@ def _with(value: float | None, spread: float | None, form: str) -> str:
     return f"{value:{form}}" + ("" if spread is None else f" ± {spread:.4f}")
 
 
+def _interval(ends: list[float] | None) -> str:
+    return "" if ends is None else f" [{ends[0]:+.4f}, {ends[1]:+.4f}]"
+
+
 def compare(name: str) -> str:
     """Rows of `tenuto compare`: means over seeds, ± the standard deviation."""
     figures = figures_of(name)
@@ -165,7 +169,7 @@ def isoflops(name: str) -> str:
         lines.append(
             f"| {row['member']} | {row['seeds']} | {row['parameters']:,}"
             f" | {_with(row['loss'], row['loss_spread'], '.4f')}"
-            f" | {_with(row['minus_looped'], row['minus_looped_spread'], '+.4f')}"
+            f" | {row['minus_looped']:+.4f}{_interval(row['minus_looped_interval'])}"
             f" | {row['macs_per_token'] / 1e6:.3f} | {row['train_cpu_seconds']:.0f} |"
         )
     return "\n".join(lines)
@@ -192,7 +196,7 @@ def headline(name: str) -> str:
 def matrix(name: str) -> str:
     """The cells of `tenuto matrix`: a row for each body, policy and budget."""
     lines = [
-        "| body | policy | loops | parameters | loss | mean depth | MMACs/token | tokens/s | better than fixed | collapsed |",
+        "| body | policy | loops | parameters | loss | mean depth | MMACs/token | tokens/CPU s | better than fixed | collapsed |",
         "|---" * 10 + "|",
     ]
     for row in figures_of(name)["rows"]:
@@ -200,7 +204,7 @@ def matrix(name: str) -> str:
         lines.append(
             f"| {row['body']} | {row['policy']} | {row['loops']} | {row['parameters']:,}"
             f" | {_with(row['loss'], row['loss_spread'], '.4f')} | {row['mean_depth']:.2f}"
-            f" | {row['macs_per_token'] / 1e6:.3f} | {row['tokens_per_second']:,}"
+            f" | {row['macs_per_token'] / 1e6:.3f} | {row['tokens_per_cpu_second']:,}"
             f" | {'' if saved is None else f'{saved:+.4f}'} | {'yes' if row['collapsed'] else ''} |"
         )
     return "\n".join(lines)

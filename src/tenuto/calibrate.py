@@ -15,13 +15,14 @@ import torch
 from .data.text import Packed, read_corpus
 from .data.text_documents import Source
 from .evaluate import Loaded, load
-from .language import Corpus, Measured, corpus_of, difference, halves, measure
+from .language import Corpus, Measured, at_depth, corpus_of, difference, halves, measure
 
 ASKED = (0.25, 0.5, 0.75, 0.9)
 TOKENS, LENGTH = 25_000, 512  # at most, of text that no recipe names; tokens of a row of it
 
 
-def _rows(corpus: Corpus, rows: np.ndarray) -> Corpus:
+def only_rows(corpus: Corpus, rows: np.ndarray) -> Corpus:
+    """Some rows of a corpus."""
     return Corpus(
         {name: value[rows] for name, value in corpus.inputs.items()},
         corpus.document[rows], corpus.group[rows], corpus.groups, corpus.bytes_per_token,
@@ -52,10 +53,10 @@ def calibrate(
     # problems: those of the trained depths; the tests stay unseen
     names = [] if loaded.recipe.data.text is not None else ["validation"]
     corpus = corpus_of(loaded, names, limit)
-    fit, test = (_rows(corpus, rows) for rows in halves(corpus))
+    fit, test = (only_rows(corpus, rows) for rows in halves(corpus))
     if not len(fit.labels) or not len(test.labels):
         raise ValueError("The held-out part has too few documents to be cut in two; raise validation_rows.")
-    full = measure(model, fit, max_steps=config.num_loops, min_steps=config.num_loops)
+    full = measure(model, fit, **at_depth(config, config.num_loops))
 
     def allowed(said: Measured) -> bool:
         if max_loss_percent is not None:
@@ -65,13 +66,13 @@ def calibrate(
     threshold = bisect(
         lambda one: allowed(measure(model, fit, threshold=one)), max_loss_percent is not None, rounds
     )
-    base = measure(model, test, max_steps=config.num_loops, min_steps=config.num_loops)
+    base = measure(model, test, **at_depth(config, config.num_loops))
     said = measure(model, test, threshold=threshold)
     figures = {
         "threshold": round(threshold, 4),
         "target": {"max_loss_percent": max_loss_percent, "max_steps_percent": max_steps_percent},
         "loss_percent": round(100 * (said.loss / base.loss - 1), 3),
-        **difference(test, said.losses, base.losses),
+        **difference(test.document, said.losses, base.losses),
         "steps_percent": round(100 * said.mean_depth / config.num_loops, 2),
         "macs_percent": round(100 * said.macs / base.macs, 2),
         "met": bool(
@@ -84,6 +85,26 @@ def calibrate(
     if save:
         _set_in_config(loaded.folder, halt_threshold=figures["threshold"])
     return figures
+
+
+def spread_thresholds(
+    model,
+    corpus: Corpus,
+    shares: Sequence[float] = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
+    rounds: int = 10,
+) -> list[float]:
+    """Thresholds, highest first, at which these shares of the loops between the first and the last are run."""
+    depths: dict[float, float] = {}
+
+    def mean_depth(threshold: float) -> float:
+        if threshold not in depths:
+            depths[threshold] = measure(model, corpus, threshold=threshold).mean_depth
+        return depths[threshold]
+
+    first, loops = model.config.min_steps, model.config.num_loops
+    wanted = [first + share * (loops - first) for share in shares]
+    found = {bisect(lambda one, most=most: mean_depth(one) <= most, False, rounds) for most in wanted}
+    return sorted(found, reverse=True)
 
 
 def _set_in_config(folder: Path, **fields: float) -> None:
@@ -247,7 +268,7 @@ def calibrate_capacity(
     """
     loaded = _open_routed(checkpoint)
     model, (_, _, corpus) = loaded.model, corpora(loaded, files, limit)
-    fit, test = (_rows(corpus, rows) for rows in halves(corpus))
+    fit, test = (only_rows(corpus, rows) for rows in halves(corpus))
     if not len(fit.labels) or not len(test.labels):
         raise ValueError(
             "The held-out part has too few documents to be cut in two; raise validation_rows, or give more --files."
@@ -268,7 +289,7 @@ def calibrate_capacity(
         "target": {"max_loss_percent": max_loss_percent},
         "found": found,
         "loss_percent": round(100 * (said.loss / base.loss - 1), 3),
-        **difference(test, said.losses, base.losses),
+        **difference(test.document, said.losses, base.losses),
         "capacity_realised": round(float(np.mean(list(layers.values()))), 4),
         "layers": layers,
         "macs_percent": round(100 * said.macs / base.macs, 2),

@@ -33,10 +33,10 @@ class Iso:
     """What is compared.
 
     base: the recipe of the looped model (num_loops=r, num_core_layers=C). seeds: of the comparison; member_seeds:
-    those of a member, by its name, instead. The dense models are made from the base: same parameters (one loop),
-    and the unrolled shape (r x C layers: the arithmetic of full depth at inference), both on the same tokens; and
-    with the same training arithmetic, by the ledger, both ways: the same parameters on more tokens, as many layers
-    as that arithmetic allows on the same tokens. The looped model's own fixed depths are in each of its results.
+    those of a member, by its name, instead. The others are made from the base, on the same tokens: the looped model at
+    fixed depth, without halting; dense with the same parameters (one loop); the dense unrolled shape (r x C layers: the
+    arithmetic of full depth at inference). And dense with the same training arithmetic, by the ledger, both ways: the
+    same parameters on more tokens, as many layers as that arithmetic allows on the same tokens.
     widths, loops, width_seeds: the grid of the exponent: hidden sizes (heads and feed-forward grow with them) and
     r, unrolled depth kept; made from `grid_base`, or from `base` without one.
     """
@@ -69,7 +69,7 @@ def cells_of(plan: Iso) -> list[Cell]:
     larger = max(1, round((spent - once) / (each / layers)))
     cells = []
     for seed in plan.seeds:
-        members = {"looped": varied(base, {}, seed)}
+        members = {"looped": varied(base, {}, seed), "looped, fixed depth": varied(base, PLAIN, seed)}
         for name, shape in shapes.items():
             members[f"dense, {name}"] = varied(base, shape, seed)
         members["dense, same training MACs, more tokens"] = varied(base, dense, seed, max_steps=longer)
@@ -108,8 +108,9 @@ def cells_of(plan: Iso) -> list[Cell]:
 
 
 def training_macs(base) -> float:
-    """Forward MACs that a token costs the looped model in training, by the ledger: the mean over sampled depths; while
-    an exit head learns, all loops, and a reading after each.
+    """A third of the MACs that a token costs the looped model in training, by the ledger: a dense model's forward pass
+    of the same cost. Forward and backward of the mean of the sampled depths; while an exit head learns, forward only,
+    the other loops and a reading after each.
     """
     from .presets import preset
     from .tasks import vocabulary
@@ -126,7 +127,9 @@ def training_macs(base) -> float:
     macs = once + plain * each + (readings if config.objective == "all" else 0)
     if config.policy == "exit_head":
         share = base.schedule.halting_from
-        macs = share * macs + (1 - share) * (once + loops * each + readings)
+        # forward 1, backward 2: what only the head's labels need has no backward pass
+        rest = (loops - plain) * each + readings if config.objective != "all" else 0
+        macs += (1 - share) * rest / 3
     return macs
 
 
@@ -188,23 +191,58 @@ def fit_exponent(points: list[tuple[int, int, int, float]], draws: int = 200) ->
     }
 
 
+# two-sided 95% quantiles of Student's t by degrees of freedom
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def t_interval(values: np.ndarray) -> list[float] | None:
+    """95% interval of the mean of a few runs (Student's t); None of one run."""
+    if len(values) < 2:
+        return None
+    half = _T95.get(len(values) - 1, 1.96) * float(values.std(ddof=1)) / len(values) ** 0.5
+    return [round(float(values.mean()) - half, 4), round(float(values.mean()) + half, 4)]
+
+
+def readings(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that a model's results give: a looped one at full depth, at its best fixed depth, and by its rule."""
+    if one["loops"] == 1:
+        return [one]
+    full, best = one["fixed"][-1], one["best_fixed"]
+    lines = [{**one, **full, "member": f"{one['member']}, full depth"}]
+    if best is not None and best["max_steps"] != full["max_steps"]:
+        # the depth was chosen on half of the documents; here is its loss on all, as the others have it
+        lines.append({**one, **one["fixed"][best["max_steps"] - 1], "member": f"{one['member']}, best depth"})
+    if one.get("best"):
+        row = next(row for row in one["rows"] if row["threshold"] == one["best"]["threshold"])
+        lines.append({**one, **row, "member": f"{one['member']}, adaptive"})
+    return lines
+
+
 def members_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a member: loss over seeds, its difference from the looped model's (paired by seed), MACs."""
-    ours = {one["seed"]: one for one in results if one.get("member") == "looped"}
+    """One row a model and way of reading it: loss over seeds; its difference from the looped model at the best of its
+    readings that do not adapt, paired by seed, with an interval; MACs.
+    """
+    lines = [line for one in results if one["member"] != "grid" for line in readings(one)]
+    yardstick: dict[int, float] = {}
+    for line in lines:
+        if line["member"] in ("looped, full depth", "looped, best depth"):
+            yardstick[line["seed"]] = min(line["loss"], yardstick.get(line["seed"], np.inf))
     rows = []
-    for name in dict.fromkeys(one["member"] for one in results if one["member"] != "grid"):
-        some = [one for one in results if one["member"] == name]
-        loss = np.array([one["loss"] for one in some])
-        gaps = np.array([one["loss"] - ours[one["seed"]]["loss"] for one in some if one["seed"] in ours])
+    for name in dict.fromkeys(line["member"] for line in lines):
+        some = [line for line in lines if line["member"] == name]
+        loss = np.array([line["loss"] for line in some])
+        gaps = np.array(
+            [line["loss"] - yardstick[line["seed"]] for line in some if line["seed"] in yardstick]
+        )
         rows.append(
             {
                 "member": name, "seeds": len(some), "parameters": some[0]["parameters"],
                 "loss": round(float(loss.mean()), 4),
                 "loss_spread": round(float(loss.std(ddof=1)), 4) if len(loss) > 1 else None,
                 "minus_looped": round(float(gaps.mean()), 4) if len(gaps) else None,
-                "minus_looped_spread": round(float(gaps.std(ddof=1)), 4) if len(gaps) > 1 else None,
-                "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
-                "train_cpu_seconds": round(float(np.mean([one["train_cpu_seconds"] for one in some])), 1),
+                "minus_looped_interval": t_interval(gaps),
+                "macs_per_token": round(float(np.mean([line["macs_per_token"] for line in some]))),
+                "train_cpu_seconds": round(float(np.mean([line["train_cpu_seconds"] for line in some])), 1),
             }
         )  # fmt: skip
     return rows

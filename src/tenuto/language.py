@@ -16,6 +16,7 @@ from rich.progress import track
 
 from .data import algorithmic
 from .evaluate import Loaded, full_depth, load
+from .models.halting import POLICIES
 from .tasks import held_out, problems
 
 BATCH = 16
@@ -27,8 +28,9 @@ class Measured:
 
     losses [R, T]: nats of the token at each place, as predicted from the one before; nan where nothing predicts it.
     depths [R, T]: loops that the token at each place ran; 0 at padding. right [R, T]: whether it was the first
-    choice. row_macs, row_kv_bytes [R]: multiply-accumulates, and bytes of keys and values, of each row. seconds: of the
-    forward passes. executed [N, L]: which layers each of the N tokens (no padding, row by row) ran; None where all did.
+    choice. row_macs, row_kv_bytes [R]: multiply-accumulates, and bytes of keys and values, of each row. seconds,
+    cpu_seconds: of the forward passes, by the clock and of the processor. executed [N, L]: which layers each of the N
+    tokens (no padding, row by row) ran; None where all did.
     """
 
     losses: np.ndarray
@@ -37,7 +39,13 @@ class Measured:
     row_macs: np.ndarray
     row_kv_bytes: np.ndarray
     seconds: float
+    cpu_seconds: float = 0.0
     executed: np.ndarray | None = None
+
+    def on(self, rows: np.ndarray) -> Measured:
+        """Some of the rows; the seconds are still those of all, `executed` is left out."""
+        parts = (self.losses, self.depths, self.right, self.row_macs, self.row_kv_bytes)
+        return Measured(*(part[rows] for part in parts), self.seconds, self.cpu_seconds)
 
     @property
     def macs(self) -> int:
@@ -115,7 +123,8 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
     rows, length = corpus.labels.shape
     losses = np.full((rows, length), np.nan, np.float32)
     depths, right = np.zeros((rows, length), np.int16), np.zeros((rows, length), bool)
-    row_macs, row_kv_bytes, seconds = np.zeros(rows, np.int64), np.zeros(rows, np.int64), 0.0
+    row_macs, row_kv_bytes = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    seconds = cpu_seconds = 0.0
     ran: list[np.ndarray] = []
     bar = Console(stderr=True)
     hidden = progress is None or not bar.is_terminal
@@ -129,9 +138,11 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
             some = {name: value[:, :longest] for name, value in some.items()}
             labels = labels[:, :longest]
         some = {name: value.to(model.device) for name, value in some.items()}
-        before = _now(model.device)
+        before, cpu_before = _now(model.device), time.process_time()
         out = model(**some, use_cache=False, **knobs)
-        seconds += _now(model.device) - before
+        seconds, cpu_seconds = (
+            seconds + _now(model.device) - before, cpu_seconds + time.process_time() - cpu_before,
+        )  # fmt: skip
         row_macs[start : start + batch] = out.compute.per_sequence.cpu().numpy()
         row_kv_bytes[start : start + batch] = out.compute.kv_bytes.cpu().numpy()
         targets = labels[:, 1:].to(model.device)
@@ -146,7 +157,7 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
         if out.executed is not None:
             ran.append(out.executed[out.depths > 0].cpu().numpy())
     executed = np.concatenate(ran) if ran else None
-    return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds, executed)
+    return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds, cpu_seconds, executed)
 
 
 def _now(device: torch.device) -> float:
@@ -205,11 +216,13 @@ def realised(config, layers: float | None) -> float | None:
     return round((layers - config.num_hidden_layers + routed) / routed, 4)
 
 
-def difference(corpus: Corpus, ours: np.ndarray, theirs: np.ndarray, draws: int = 500) -> dict[str, Any]:
-    """Mean of ours - theirs [R, T] in nats per token, paired, with a 95% bootstrap interval over documents."""
+def difference(
+    document: np.ndarray, ours: np.ndarray, theirs: np.ndarray, draws: int = 500
+) -> dict[str, Any]:
+    """Mean of ours - theirs [R, T] in nats per token, paired, with a 95% bootstrap interval over documents [R, T]."""
     here = ~np.isnan(ours)
     change = (ours - theirs)[here]
-    owner = np.unique(corpus.document[here], return_inverse=True)[1]
+    owner = np.unique(document[here], return_inverse=True)[1]
     sums, counts = np.bincount(owner, change), np.bincount(owner)
     drawn = np.random.default_rng(0).integers(len(counts), size=(draws, len(counts)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
@@ -229,13 +242,42 @@ def halves(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(part == 0), np.flatnonzero((part == 1) & ~known)
 
 
+def at_depth(config, depth: int) -> dict[str, Any]:
+    """Knobs with which every token runs `depth` loops.
+
+    A policy that mixes states is read as it was trained, by the mixture (a threshold of 1 stops nobody); any other by
+    the state of that loop.
+    """
+    if config.policy == "fixed":
+        return {"max_steps": depth}
+    if POLICIES[config.policy].mixes:
+        return {"max_steps": depth, "min_steps": min(config.min_steps, depth), "threshold": 1.0}
+    return {"max_steps": depth, "min_steps": depth}
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """(cost, loss) of fixed depths -> the corners of what fixed depths reach: the lower convex hull, never rising.
+
+    Between two corners lies what giving one depth to some texts and the other to the rest would reach.
+    """
+    hull: list[tuple[float, float]] = []
+    for cost, loss in sorted(points):
+        if hull and loss >= hull[-1][1]:
+            continue  # dearer and no better
+        while len(hull) > 1:
+            (c0, l0), (c1, l1) = hull[-2:]
+            if (l1 - l0) * (cost - c0) < (loss - l0) * (c1 - c0):
+                break
+            hull.pop()
+        hull.append((cost, loss))
+    return [cost for cost, _ in hull], [loss for _, loss in hull]
+
+
 def saved(said: Measured, fixed: Sequence[Measured], rows: np.ndarray) -> float:
-    """Nats that a pass saves, on some rows, against a fixed depth of the same MACs (between two, a straight line)."""
+    """Nats that a pass saves, on some rows, against the best of fixed depths at the same MACs (see `frontier`)."""
     tokens = (fixed[0].depths[rows] > 0).sum()
-    cost = [one.row_macs[rows].sum() / tokens for one in fixed]
-    loss = [float(np.nanmean(one.losses[rows])) for one in fixed]
-    here = float(np.nanmean(said.losses[rows]))
-    return round(float(np.interp(said.row_macs[rows].sum() / tokens, cost, loss)) - here, 4)
+    cost, loss = frontier([(one.row_macs[rows].sum() / tokens, one.on(rows).loss) for one in fixed])
+    return round(float(np.interp(said.row_macs[rows].sum() / tokens, cost, loss)) - said.on(rows).loss, 4)
 
 
 def sweep_language(
@@ -248,10 +290,12 @@ def sweep_language(
 ) -> dict[str, Any]:
     """The knob beside every fixed depth.
 
-    `rows`: one for each threshold; `fixed`: one for each depth 1..L, all tokens alike (max_steps). Every setting is
-    timed `repeats` times, turn by turn; the fastest counts. `saved_over_fixed`: loss of the fixed-depth curve at the
-    row's MACs (between two depths, the straight line) minus the row's: positive if adaptive depth beats fixed depth.
-    `best`: the threshold that saves most on one half of the documents, and what it saves on the other half.
+    `rows`: one for each threshold; `fixed`: one for each depth 1..L, all tokens alike (`at_depth`). Every setting is
+    timed `repeats` times, turn by turn; the fastest counts. `saved_over_fixed`: the lowest loss that fixed depths reach
+    with the row's MACs (`frontier`) minus the row's: positive if adaptive depth beats fixed depth. Chosen on one half
+    of the documents, with the figures of the other half (None where there are too few documents): `best`, the threshold
+    that saves most; `best_fixed`, the depth of the lowest loss; `target`, the threshold of the fewest MACs at a loss of
+    no more than 0.5% above full depth.
     """
     loaded = load(checkpoint, policy)
     if hasattr(loaded.model.config, "routed_layers"):
@@ -262,48 +306,48 @@ def sweep_language(
             f"{loaded.folder} has a fixed depth; --policy margin or latent reads one without training."
         )
     corpus = corpus_of(loaded, names, limit)
-    settings: list[dict[str, Any]] = [
-        {"max_steps": depth, "min_steps": depth} for depth in range(1, full + 1)
-    ]
+    settings: list[dict[str, Any]] = [at_depth(model.config, depth) for depth in range(1, full + 1)]
     settings += [{"threshold": one} for one in thresholds]
     said: list[list[Measured]] = [[] for _ in settings]
     for turn in range(repeats):
         for runs, knobs in zip(said, settings, strict=True):
             runs.append(measure(model, corpus, f"turn {turn + 1} of {repeats}, {knobs}", **knobs))
     fastest = [min(run.seconds for run in runs) for runs in said]
-    base, base_seconds = said[full - 1][0], fastest[full - 1]
-    tokens = int((base.depths > 0).sum())
-    rows = []
-    for (one, *_), knobs, seconds in zip(said, settings, fastest, strict=True):
-        change = difference(corpus, one.losses, base.losses)
-        rows.append(
-            {
-                **knobs,
-                "loss": round(one.loss, 4),
-                "loss_percent": round(100 * (one.loss / base.loss - 1), 3),
-                **change,
-                "mean_depth": round(one.mean_depth, 3),
-                "steps_skipped": round(100 * (1 - one.mean_depth / full), 2),
-                "macs_per_token": round(one.macs / tokens),
-                "macs_share": round(one.macs / base.macs, 4),
-                "seconds_share": round(seconds / base_seconds, 4),
-            }
-        )
+    passes, everything = [runs[0] for runs in said], np.arange(len(corpus.labels))
+    depths, named = passes[:full], [{"max_steps": depth + 1} for depth in range(full)] + settings[full:]
+
+    def row(place: int, rows: np.ndarray) -> dict[str, Any]:
+        one, base = passes[place].on(rows), depths[-1].on(rows)
+        figures = {
+            **named[place],
+            "loss": round(one.loss, 4),
+            "loss_percent": round(100 * (one.loss / base.loss - 1), 3),
+            **difference(corpus.document[rows], one.losses, base.losses),
+            "mean_depth": round(one.mean_depth, 3),
+            "steps_skipped": round(100 * (1 - one.mean_depth / full), 2),
+            "macs_per_token": round(one.macs / int((base.depths > 0).sum())),
+            "macs_share": round(one.macs / base.macs, 4),
+            "seconds_share": round(fastest[place] / fastest[full - 1], 4),
+        }
         if not corpus.bytes_per_token:
-            here = ~np.isnan(one.losses)
-            rows[-1]["accuracy"] = round(100 * float(one.right[here].mean()), 2)
-    fixed, knob = rows[:full], rows[full:]
-    depths, passes = [runs[0] for runs in said[:full]], [runs[0] for runs in said[full:]]
-    everything, (fit, test) = np.arange(len(corpus.labels)), halves(corpus)
-    for row, one in zip(knob, passes, strict=True):
-        row["saved_over_fixed"] = saved(one, depths, everything)
-    best = None
+            figures["accuracy"] = round(100 * float(one.right[~np.isnan(one.losses)].mean()), 2)
+        if place >= full:
+            figures["saved_over_fixed"] = saved(passes[place], depths, rows)
+        return figures
+
+    chosen: dict[str, dict[str, Any] | None] = dict.fromkeys(("best", "best_fixed", "target"))
+    fit, test = halves(corpus)
     if len(fit) and len(test):
         # the largest of several is too good by chance: it is judged on documents it was not chosen on
-        place = int(np.argmax([saved(one, depths, fit) for one in passes]))
-        best = {**knob[place], "saved_over_fixed": saved(passes[place], depths, test)}
-    figures = {"full_depth": full, "tokens": tokens, "policy": model.config.policy}
-    return {**figures, "fixed": fixed, "rows": knob, "best": best}
+        knobs, limit = range(full, len(passes)), 1.005 * depths[-1].on(fit).loss
+        chosen["best"] = row(max(knobs, key=lambda place: saved(passes[place], depths, fit)), test)
+        chosen["best_fixed"] = row(min(range(full), key=lambda place: depths[place].on(fit).loss), test)
+        allowed = [place for place in knobs if passes[place].on(fit).loss <= limit]
+        if allowed:
+            chosen["target"] = row(min(allowed, key=lambda place: passes[place].on(fit).macs), test)
+    every = [row(place, everything) for place in range(len(passes))]
+    figures = {"full_depth": full, "tokens": int((depths[0].depths > 0).sum()), "policy": model.config.policy}
+    return {**figures, "fixed": every[:full], "rows": every[full:], **chosen}
 
 
 def sweep_capacity(

@@ -191,31 +191,40 @@ def measure_looped(folder: Path, thresholds: list[float]) -> dict[str, Any]:
     result = {
         "loops": config.num_loops, "loss": figures["loss"],
         "mean_depth": figures["mean_depth"], "macs_per_token": figures["macs_per_token"],
-        "tokens_per_second": round(figures["tokens"] / said.seconds),
+        "tokens_per_cpu_second": round(figures["tokens"] / said.cpu_seconds),
     }  # fmt: skip
     if config.policy != "fixed":
         result |= collapse(said.depths[said.depths > 0], config.min_steps, config.num_loops)
         knob = sweep_language(folder, thresholds, repeats=1)
-        result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
+        result |= {name: knob[name] for name in ("fixed", "rows", "best", "best_fixed", "target")}
     else:
-        result["fixed"] = fixed_depths(loaded.model, corpus)
+        result |= fixed_depths(loaded.model, corpus)
     if config.ffn_experts > 1 or config.attention_experts > 1:
         result["expert_loop_nats"] = expert_loops(loaded.model, corpus)
     return result
 
 
-def fixed_depths(model, corpus) -> list[dict[str, Any]]:
-    """Loss and MACs of every depth 1..L, all tokens alike."""
-    from .language import measure
+def fixed_depths(model, corpus) -> dict[str, Any]:
+    """`fixed`: loss and MACs of every depth 1..L, all tokens alike. `best_fixed`: the best one on one half of the
+    documents, with its loss on the other half.
+    """
+    from .language import halves, measure
 
-    rows = []
-    for depth in range(1, model.config.num_loops + 1):
-        said = measure(model, corpus, max_steps=depth)
-        tokens = int((said.depths > 0).sum())
-        rows.append(
-            {"max_steps": depth, "loss": round(said.loss, 4), "macs_per_token": round(said.macs / tokens)}
-        )
-    return rows
+    passes = [measure(model, corpus, max_steps=depth) for depth in range(1, model.config.num_loops + 1)]
+    rows = [
+        {
+            "max_steps": depth,
+            "loss": round(said.loss, 4),
+            "macs_per_token": round(said.macs / (said.depths > 0).sum()),
+        }
+        for depth, said in enumerate(passes, 1)
+    ]
+    fit, test = halves(corpus)
+    best = None
+    if len(fit) and len(test):
+        place = min(range(len(passes)), key=lambda place: passes[place].on(fit).loss)
+        best = {**rows[place], "loss": round(passes[place].on(test).loss, 4)}
+    return {"fixed": rows, "best_fixed": best}
 
 
 def expert_loops(model, corpus) -> dict[str, float]:
@@ -253,7 +262,7 @@ def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss_spread": round(float(loss.std(ddof=1)), 4) if len(loss) > 1 else None,
                 "mean_depth": round(float(np.mean([one["mean_depth"] for one in some])), 3),
                 "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
-                "tokens_per_second": round(float(np.mean([one["tokens_per_second"] for one in some]))),
+                "tokens_per_cpu_second": round(float(np.mean([one["tokens_per_cpu_second"] for one in some]))),
                 "saved_over_fixed": round(float(np.mean(saved)), 4) if saved else None,
                 "collapsed": sum(one.get("collapsed", False) for one in some),
             }

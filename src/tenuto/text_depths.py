@@ -4,7 +4,7 @@ against the oracle.
 The depth of the token at place t is what was computed to predict the token at t + 1: it is held against that loss.
 
     oracle depth    the first depth with the lowest loss of all fixed depths, token by token
-    headroom        mean loss at full depth - mean loss at the oracle depth
+    headroom        lowest mean loss of a fixed depth - mean loss at the oracle depth
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from .calibrate import only_rows, spread_thresholds
 from .collapse import collapse
 from .evaluate import load
-from .language import Corpus, corpus_of, measure, sweep_language
+from .language import Corpus, at_depth, corpus_of, halves, measure, sweep_language
 from .models.halting import RULES
 
 FUNCTION_WORDS = frozenset(
@@ -31,6 +32,7 @@ FUNCTION_WORDS = frozenset(
     must not n't 's 're 've 'll 'd 'm there here then too very just also only even""".split()
 )
 KINDS = ("function word", "content word", "later piece", "number", "punctuation", "whitespace", "special")
+PROBE = 12  # rows that thresholds of exit rules are found on
 POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 256), (256, 1024), (1024, 1 << 30))
 
 
@@ -157,11 +159,11 @@ def adjusted(
 
 def losses_by_depth(model, corpus: Corpus, progress: Callable | None = None) -> np.ndarray:
     """[R, T, L] loss of every token when all tokens run l = 1..L loops; nan where nothing is predicted."""
-    knobs: list[dict[str, int]] = [{"max_steps": depth} for depth in range(1, model.config.num_loops + 1)]
-    if model.config.policy != "fixed":
-        # nobody may stop before
-        knobs = [{"max_steps": one["max_steps"], "min_steps": one["max_steps"]} for one in knobs]
-    return np.stack([measure(model, corpus, f"depth {one['max_steps']}", **one).losses for one in knobs], -1)
+    said = [
+        measure(model, corpus, f"depth {depth}", **at_depth(model.config, depth)).losses
+        for depth in range(1, model.config.num_loops + 1)
+    ]
+    return np.stack(said, -1)
 
 
 def text_depths(
@@ -169,13 +171,13 @@ def text_depths(
     policy: str | None = None,
     rules: bool = False,
     limit: int | None = None,
-    thresholds: Sequence[float] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
     **knobs,
 ) -> dict[str, Any]:
     """Depth by topic (raw, and adjusted for loss at depth 1, frequency and position), kind, band, position; oracle.
 
-    rules: every exit rule that can read the model as well, each swept over `thresholds`, against the oracle and the
-    best fixed depth. Knobs: threshold, min_steps, max_steps.
+    rules: every exit rule that can read the model as well, against the oracle and the best fixed depths. frozen_gap:
+    loss as run minus the loss of the same depths where nobody stops early, token by token: what reading the keys and
+    values of stopped tokens costs. Knobs: threshold, min_steps, max_steps.
     """
     loaded = load(checkpoint, policy)
     model, config = loaded.model, loaded.model.config
@@ -201,6 +203,7 @@ def text_depths(
     position_band = np.searchsorted([high for _, high in POSITIONS[:-1]], position, side="right")
     covariates = np.stack([first_loss, np.log(counts[ids[:, :-1][here]]), np.log1p(position)], 1)
     oracle = losses.argmin(-1) + 1
+    same_depth = np.take_along_axis(losses, depth.astype(int)[:, None] - 1, -1)[:, 0]
     fifths = [f"fifth {number + 1} of 5" for number in range(5)]
     shares = np.bincount(depth.astype(int), minlength=config.num_loops + 1)[1:] / len(depth)
     figures: dict[str, Any] = {
@@ -209,6 +212,7 @@ def text_depths(
         "full_depth": config.num_loops,
         "policy": config.policy,
         "mean_depth": round(float(depth.mean()), 4),
+        "frozen_gap": round(float((said.losses[:, 1:][here] - same_depth).mean()), 5),
         "histogram": shares.round(4).tolist(),
         **(collapse(depth, knobs.get("min_steps", config.min_steps), knobs.get("max_steps", config.num_loops))
            if config.policy != "fixed" else {"collapsed": False, "advice": None}),
@@ -226,37 +230,48 @@ def text_depths(
         "oracle": {
             "loss_by_depth": losses.mean(0).round(4).tolist(),
             "loss": round(float(losses.min(-1).mean()), 4),
-            "headroom": round(float(losses[:, -1].mean() - losses.min(-1).mean()), 4),
+            "headroom": round(float(losses.mean(0).min() - losses.min(-1).mean()), 4),
             "mean_depth": round(float(oracle.mean()), 3),
             "histogram": (np.bincount(oracle, minlength=config.num_loops + 1)[1:] / len(oracle)).round(4).tolist(),
             "by_topic": grouped(oracle.astype(float), topic, corpus.groups, document),
         },
     }  # fmt: skip
     if rules:
-        figures["rules"] = exit_rules(checkpoint, config, thresholds, limit, figures["oracle"]["headroom"])
+        figures["rules"] = exit_rules(checkpoint, config, limit)
     return figures
 
 
-def exit_rules(
-    checkpoint, config, thresholds: Sequence[float], limit: int | None, headroom: float
-) -> list[dict]:
-    """Every rule that can read the model: the threshold that does best against a fixed depth of the same MACs on one
-    half of the documents, and what it saves on the other.
+def exit_rules(checkpoint, config, limit: int | None) -> list[dict[str, Any]]:
+    """Every rule that can read the model: the threshold that does best against fixed depths on one half of the
+    documents, what it saves on the other, and how much of that half's headroom that is.
+
+    Every rule is tried at thresholds of its own, which stop shares of the tokens (`spread_thresholds`): a confidence
+    between 0.48 and 0.51 and one above 0.95 have no grid in common. ValueError with too few documents to be halved.
     """
     readable = [rule for rule in RULES if not (config.num_coda_layers and rule in ("kl", "margin"))]
     own = [] if config.policy in (*RULES, "fixed") else [None]
     rows = []
     for rule in (*own, *readable):
+        loaded = load(checkpoint, rule)
+        corpus = corpus_of(loaded, limit=limit)
+        fit, test = halves(corpus)
+        if not len(fit) or not len(test):
+            raise ValueError(
+                "Too few documents to choose thresholds on one half and judge them on the other."
+            )
+        thresholds = spread_thresholds(loaded.model, only_rows(corpus, fit[:PROBE]))
         knob = sweep_language(checkpoint, thresholds, repeats=1, policy=rule, limit=limit)
-        best = knob["best"] or max(knob["rows"], key=lambda row: row["saved_over_fixed"])
+        by_depth = losses_by_depth(loaded.model, only_rows(corpus, test))
+        by_depth = by_depth[~np.isnan(by_depth[..., 0])]
+        headroom = float(by_depth.mean(0).min() - by_depth.min(-1).mean())
+        best = knob["best"]
         rows.append(
             {
                 "rule": rule or config.policy,
                 "saved_over_fixed": best["saved_over_fixed"],
                 "of_headroom": round(best["saved_over_fixed"] / headroom, 4) if headroom > 0 else None,
                 "threshold": best["threshold"], "loss": best["loss"], "mean_depth": best["mean_depth"],
-                "macs_per_token": best["macs_per_token"],
-                "best_fixed_loss": min(row["loss"] for row in knob["fixed"]),
+                "macs_per_token": best["macs_per_token"], "best_fixed_loss": knob["best_fixed"]["loss"],
                 "sweep": knob["rows"],
             }
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .shared import quieten, shown, table, write
@@ -25,13 +26,13 @@ def matrix(options) -> Any:
                 _loss(row),
                 f"{row['mean_depth']:.2f}",
                 f"{row['macs_per_token'] / 1e6:.3f}",
-                f"{row['tokens_per_second']:,}",
+                f"{row['tokens_per_cpu_second']:,}",
                 shown(row, "saved_over_fixed", "+.4f"),
                 f"{row['collapsed']} of {row['seeds']}",
             )
             for row in figures["rows"]
         ]
-        columns = ("cell", "seeds", "loops", "loss", "loops/token", "MMACs/token", "tokens/s", "better than fixed",
+        columns = ("cell", "seeds", "loops", "loss", "loops/token", "MMACs/token", "tokens/CPU s", "better than fixed",
                    "collapsed")  # fmt: skip
         notes = [
             f"{figures['done']} of {figures['cells']} cells; table.json and picture.svg are in {options.output}."
@@ -42,13 +43,15 @@ def matrix(options) -> Any:
 
 
 def compare(options) -> Any:
-    """Models that differ in a few fields, trained alike over seeds: loss, causal rule against Top-K, MACs, K/V."""
+    """Models that differ in a few fields, trained alike over seeds: loss or BLEU, causal rule against Top-K, MACs."""
     quieten()
     from ..compare import run_comparison
 
-    figures = _run(run_comparison, options.plan, options)
+    figures = _run(partial(run_comparison, overrides=options.overrides), options.plan, options)
 
     def show() -> None:
+        if figures["rows"] and "sets" in figures["rows"][0]:
+            return _show_pairs(figures, options)
         rows = [
             (
                 row["row"],
@@ -71,6 +74,40 @@ def compare(options) -> Any:
     return figures, show
 
 
+def _show_pairs(figures: dict[str, Any], options) -> None:
+    """The rows of sequences or parallel text, a table a set."""
+    for name, first in figures["rows"][0]["sets"].items():
+        measure, title = ("bleu", "BLEU") if "bleu" in first else ("exact", "exact %")
+        rows = []
+        for row in figures["rows"]:
+            part = row["sets"][name]
+            gap = part.get("minus_against")
+            low = None if gap is None else gap["interval"]
+            rows.append(
+                (
+                    row["row"],
+                    row["seeds"],
+                    f"{row['parameters']:,}",
+                    f"{part[measure]['mean']:.2f}"
+                    + ("" if part[measure]["spread"] is None else f" ±{part[measure]['spread']:.2f}"),
+                    "" if gap is None else "{:+.2f} [{:+.2f}, {:+.2f}]".format(gap["difference"], *low),
+                    "" if gap is None else gap["over"],
+                    f"{part['loss']:.4f}",
+                    f"{part['encoder_depth']:.2f} / {part['decoder_depth']:.2f}",
+                    f"{part['macs_per_token'] / 1e6:.3f}",
+                    f"{part['tokens_per_second']:,.0f}",
+                    f"{row['train_cpu_seconds']:.0f}",
+                )
+            )
+        columns = ("model", "seeds", "parameters", title, f"minus {figures['against']} [95%]", "over", "loss",
+                   "steps read / written", "MMACs/token", "tokens/s", "training CPU s")  # fmt: skip
+        notes = [f"{first['examples']:,} examples."]
+        if measure == "exact":
+            notes[0] += f" The commonest answer gets {first['majority']:.2f}%, a copy {first['copy']:.2f}%."
+        table(f"\n{options.plan}, {name}", columns, rows, notes)
+    print(_done(figures, options))
+
+
 def isoflops(options) -> Any:
     """A looped model beside dense models of the same parameters and of the same arithmetic; the exponent of loops."""
     quieten()
@@ -85,7 +122,12 @@ def isoflops(options) -> Any:
                 row["seeds"],
                 f"{row['parameters']:,}",
                 _loss(row),
-                shown(row, "minus_looped", "+.4f"),
+                shown(row, "minus_looped", "+.4f")
+                + (
+                    " [{:+.4f}, {:+.4f}]".format(*row["minus_looped_interval"])
+                    if row["minus_looped_interval"]
+                    else ""
+                ),
                 f"{row['macs_per_token'] / 1e6:.3f}",
                 f"{row['train_cpu_seconds']:.0f}",
             )
