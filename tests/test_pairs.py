@@ -539,3 +539,68 @@ def test_report(run):
     ):  # fmt: skip
         assert piece in html, piece
     assert not re.search(r"https?://|<script|<link|@import|src=|url\((?!#)", html)
+
+
+# the command line
+
+
+def command(capsys, *words):
+    """Exit code, stdout and stderr of `tenuto WORDS`."""
+    from tenuto.cli import main
+
+    code = main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_sweep_on_the_command_line(run, tmp_path, capsys):
+    """Its own flags, a result file, a table; those of other models are refused."""
+    words = ("sweep", run, "--thresholds", "0.5", "--repeats", 1, "--limit", 5)
+    code, out, _ = command(capsys, *words, "--result", tmp_path / "r.json", "--json")
+    figures = json.loads(out)
+    assert code == 0 and json.loads((tmp_path / "r.json").read_text())["figures"] == figures
+    assert figures["sets"]["validation"]["examples"] == 5
+    code, out, _ = command(capsys, *words, "--sets", "test", "--beams", 2)
+    assert code == 0 and "encoder skips %" in out and "5 examples, beams 2" in out
+    code, _, err = command(capsys, *words, "--generated", 5)
+    assert code == 2 and "--generated has nothing to set" in err
+    code, _, err = command(capsys, "sweep", run, "--thresholds", "1.5")
+    assert code == 1 and "outside 0..1" in err
+
+
+def test_experts_and_report_on_the_command_line(run, tmp_path, capsys):
+    code, out, _ = command(
+        capsys,
+        "experts",
+        run,
+        "--sets",
+        "test",
+        "--picture",
+        tmp_path / "e.svg",
+        "--result",
+        tmp_path / "e.json",
+    )
+    assert code == 0 and "decoder, cross-attention: entropy" in out and (tmp_path / "e.svg").is_file()
+    assert json.loads((tmp_path / "e.json").read_text())["figures"]["sets"] == ["test"]
+    code, out, _ = command(capsys, "report", run, "--limit", 6, "-o", tmp_path / "page.html")
+    assert code == 0 and "Who serves whom" in (tmp_path / "page.html").read_text()
+    code, _, err = command(capsys, "depths", run)
+    assert code == 1 and "`tenuto report` shows its depths" in err
+
+
+def test_compare_on_the_command_line(folder, tmp_path, capsys):
+    """Keys of every row's recipe may be changed; the cells that are done are read."""
+    rows = {"sut": {}, "dense": {"base": str(folder / "transformer.yaml")}}
+    words = ("compare", plan(folder, seeds=[0], rows=rows), "--output", tmp_path / "rows")
+    changes = ("--training.max_steps=2", "--training.per_device_train_batch_size", "4")
+    code, out, err = command(capsys, *words, *changes, "--only", "sut*")
+    assert code == 0, err
+    assert "1 of 2 models" in out
+    code, out, _ = command(capsys, *words, *changes)
+    assert code == 0 and "minus sut [95%]" in out and "examples" in out and "The commonest answer gets" in out
+    assert (
+        yaml.safe_load((tmp_path / "rows" / "dense-0" / "recipe.yaml").read_text())["training"]["max_steps"]
+        == 2
+    )
+    code, _, err = command(capsys, *words, "--training.max_steps=3")
+    assert code == 1 and "was begun with another training" in err

@@ -505,7 +505,7 @@ def test_evaluation_is_exact_match_with_baselines_depth_and_costs(scan_run):
         evaluate_pairs(folder, ["gen"])
     assert main(["evaluate", str(folder), "--errors"]) == 2
     assert main(["evaluate", str(folder), "--sets", "validation", "--limit", "3", "--json"]) == 0
-    assert main(["sweep", str(folder)]) == 1
+    assert main(["depths", str(folder)]) == 1
 
 
 def test_answers_are_the_likeliest_tokens_and_their_own_passes_cost(scan_run):

@@ -114,13 +114,19 @@ def _parser() -> ArgumentParser:
     one.add_argument(
         "--max_length", type=int, help="tokens written at most; a little over twice the source's"
     )
-    one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "sets", "result")
+    one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "result")
+    one.add_argument(
+        "--sets", help="all test sets when left out; of a text-to-text model's the validation part"
+    )
     one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
     one.add_argument("--capacities", help="of a routed model (mod, sdt, stt), instead: separated by commas")
     one.add_argument("--generated", type=int, default=0, help="add so many pairs of the exact generator")
     one.add_argument("--repeats", type=int, default=3, help="times each setting is timed; the fastest counts")
     one.add_argument("--policy", help="read a language model with another rule: latent, margin, ...")
-    one.add_argument("--limit", type=int, help="rows of a language model's held-out text")
+    one.add_argument(
+        "--limit", type=int, help="rows of held-out text, or examples of each set that is written to"
+    )
+    _search(one)
     one = add(verbs.depths, "runs/first --sets 12", "checkpoint", "sets", "knobs", "result")
     one.add_argument("--policy", help="read a language model with another rule: latent, margin, ...")
     one.add_argument("--rules", action="store_true", help="compare every exit rule with the oracle as well")
@@ -147,16 +153,25 @@ def _parser() -> ArgumentParser:
     one.add_argument("--policy", help="read the model with another rule: latent, margin, ...")
     one = add(verbs.average, "runs/first --best 5 --output runs/first-mean")
     one.add_argument("checkpoints", nargs="+", help="folders of one config; with --best, one run's folder")
-    one.add_argument("--best", type=int, help="take so many checkpoints of the run, by their validation loss")
+    one.add_argument(
+        "--best", type=int, help="take so many checkpoints of the run, by exact match or validation loss"
+    )
     one.add_argument("--output", help="folder for the averaged model")
-    one = add(verbs.experts, "runs/first --sets validation", "checkpoint", "sets")
+    one = add(verbs.experts, "runs/first --sets validation", "checkpoint", "result")
+    one.add_argument(
+        "--sets", help="all test sets when left out; of a text-to-text model's the validation part"
+    )
     one.add_argument("--limit", type=int, default=2000, help="pairs looked at")
+    one.add_argument("--picture", help="write a picture (.svg, .png) of the experts' tokens here")
     one = add(verbs.matrix, "recipes/lm/matrix.yaml --output runs/matrix", "result")
     one.add_argument("matrix", help="a YAML file that names bodies, policies and seeds")
     one.add_argument("--output", default="runs/matrix", help="folder of the cells, the table and the picture")
     one.add_argument("--only", help="run the cells of this name now (* and ? allowed)")
     one = add(verbs.compare, "recipes/routed/stories.yaml --output runs/stories", "result")
-    one.add_argument("plan", help="a YAML file that names the base recipe, the rows and the seeds")
+    one.add_argument(
+        "plan",
+        help="a YAML file: base recipe, rows, seeds; `--KEY.SUB=VALUE` changes keys of every row's recipe",
+    )
     one.add_argument("--output", default="runs/compare", help="folder of the models and the table")
     one.add_argument("--only", help="run the models of this name now (* and ? allowed)")
     one = add(verbs.isoflops, "recipes/lm/isoflops.yaml --output runs/isoflops", "result")
@@ -179,11 +194,12 @@ def _parser() -> ArgumentParser:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Takes the recipe's keys, `--KEY[.SUB]=VALUE` or with a blank, out of the words of `tenuto train`.
+    """Takes the recipe's keys, `--KEY[.SUB]=VALUE` or with a blank, out of the words of `tenuto train` and `compare`.
 
     --print_config goes with them: jsonargparse would take it for its own.
     """
-    own = {"--output", "--resume", "--result", "--json", "--debug", "--help"}
+    own = {"--output", "--result", "--json", "--debug", "--help"}
+    own |= {"--resume"} if words[0] == "train" else {"--only"}
     kept, overrides, waiting = [], [], False
     for word in words:
         if waiting and not word.startswith("--"):
@@ -219,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     command = shlex.join(["tenuto", *words])
-    words, overrides = _split(words) if words[:1] == ["train"] else (words, [])
+    words, overrides = _split(words) if words[:1] in (["train"], ["compare"]) else (words, [])
     try:
         parsed = _parser().parse_args(words)
     except SystemExit as stop:

@@ -91,8 +91,8 @@ def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]
     """The protocol's test sets by name, "validation" among them; all tests when no names are given."""
     if recipe.data.sequences is not None or recipe.data.parallel is not None:
         raise ValueError(
-            "This checkpoint was trained on data.sequences or data.parallel: `tenuto evaluate` and `tenuto"
-            " translate` read it, the other verbs do not."
+            "This checkpoint was trained on data.sequences or data.parallel: `tenuto depths` has no groups for it;"
+            " `tenuto report` shows its depths."
         )
     chosen = protocol(recipe.data.protocol)
     sets = {**chosen.test, "validation": chosen.validation}

@@ -4,9 +4,8 @@ Heavy imports happen inside the verbs, so that --help answers at once.
 """
 
 from .language import generate
-from .logic import experts
 from .making import average, convert, prepare, train
-from .measuring import calibrate, depths, evaluate, sweep
+from .measuring import calibrate, depths, evaluate, experts, sweep
 from .plans import compare, isoflops, matrix
 from .sequences import translate
 from .showing import demo, presets, report

@@ -1,4 +1,4 @@
-"""Verbs over checkpoints of logical inference: evaluate, sweep, depths, experts."""
+"""Verbs over checkpoints of logical inference: evaluate, sweep, depths."""
 
 from __future__ import annotations
 
@@ -104,33 +104,5 @@ def depths(options) -> Any:
             table(f"\nsteps by {title}", (title, "tokens", "mean", "spread", histogram), rows)
         if figures["collapsed"]:
             print("The depths have collapsed: all tokens stop at about the same step.")
-
-    return figures, show
-
-
-def experts(options) -> Any:
-    """Which expert serves which token."""
-    quieten()
-    from ..expert_usage import expert_usage
-
-    figures = expert_usage(options.checkpoint, names(options.sets), options.limit)
-
-    def show() -> None:
-        for name, router in figures["routers"].items():
-            rows = [
-                (
-                    number,
-                    f"{100 * router['usage'][number]:.1f}",
-                    "  ".join(f"{one['token']} {one['pmi']:+.2f}" for one in tokens),
-                )
-                for number, tokens in router["specific"].items()
-            ]
-            title = f"\n{name}: entropy {router['entropy']:.3f} of 1, {len(router['dead'])} never used"
-            table(title, ("expert", "usage %", "most specific tokens (PMI, nats)"), rows)
-            counts = router["counts"]
-            lines = [
-                (token, *(f"{100 * n / max(1, sum(row)):.0f}" for n in row)) for token, row in counts.items()
-            ]
-            table("% of a token's assignments", ("token", *map(str, range(len(rows)))), lines)
 
     return figures, show

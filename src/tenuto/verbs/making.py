@@ -45,6 +45,8 @@ def train(options) -> Any:
             quality = f"accuracy {figures['validation_accuracy']:.1f}%"
         else:
             quality = f"loss {figures['validation_loss']:.3f} nats a token"
+        if "validation_exact" in figures:
+            quality += f", {figures['validation_exact']:.1f}% of the answers exact"
         print(
             f"{figures['parameters']:,} parameters, {figures['seconds']['wall']:.0f} s:"
             f" validation {quality}. Everything is in {options.output}."

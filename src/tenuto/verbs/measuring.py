@@ -1,4 +1,5 @@
-"""Verbs that ask what a checkpoint is, and leave the rest to the room of its kind: evaluate, sweep, depths, calibrate.
+"""Verbs that ask what a checkpoint is, and leave the rest to the room of its kind: evaluate, sweep, depths, calibrate;
+experts, which is of any kind.
 
 logic.py: logical inference. sequences.py: sequences, parallel text. language.py: language models. routed.py: those of
 them whose layers take some of the tokens.
@@ -6,23 +7,39 @@ them whose layers take some of the tokens.
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 from . import language, logic, routed, sequences
-from .shared import UsageError, given, in_unit, is_language, is_routed, is_sequences, numbers
+from .shared import (
+    UsageError,
+    given,
+    in_unit,
+    is_language,
+    is_routed,
+    is_sequences,
+    names,
+    numbers,
+    quieten,
+    table,
+    write_for_checkpoint,
+)
 
 
 def evaluate(options) -> Any:
     """Accuracy or BLEU by test set beside a baseline, or a language model's loss; mean depth, MACs and seconds."""
     if is_sequences(options.checkpoint):
         return sequences.evaluate(options)
-    if idle := list(given(options, "beams", "length_penalty", "outputs")):
-        raise UsageError(f"--{idle[0]} goes with checkpoints trained on sequences or parallel text.")
+    _not_of_sequences(options)
     return language.evaluate(options) if is_language(options.checkpoint) else logic.evaluate(options)
 
 
 def sweep(options) -> Any:
-    """The knob: threshold or capacity -> steps skipped, MACs, wall-clock, accuracy or loss."""
+    """The knob: threshold or capacity -> steps skipped, MACs, wall-clock, accuracy, BLEU or loss."""
+    if is_sequences(options.checkpoint):
+        return sequences.sweep(options, in_unit(numbers(options.thresholds)))
+    _not_of_sequences(options)
     if options.capacities:
         return routed.sweep(options)
     thresholds = in_unit(numbers(options.thresholds))
@@ -44,3 +61,49 @@ def calibrate(options) -> Any:
             f"{options.checkpoint} is not a language model of `tenuto train`; calibrate needs one."
         )
     return routed.calibrate(options) if is_routed(options.checkpoint) else language.calibrate(options)
+
+
+def experts(options) -> Any:
+    """Which expert serves which token; of encoder-decoders, by side and kind of attention."""
+    quieten()
+    from ..expert_picture import picture, spoken
+    from ..expert_usage import expert_usage
+
+    start = time.time()
+    figures = expert_usage(options.checkpoint, names(options.sets), options.limit)
+    write_for_checkpoint(options, time.time() - start, figures)
+    if options.picture:
+        picture(figures, Path(options.picture))
+
+    def show() -> None:
+        for name, router in figures["routers"].items():
+            rows = [
+                (
+                    number,
+                    f"{100 * router['usage'][number]:.1f}",
+                    "  ".join(f"{one['token']} {one['pmi']:+.2f}" for one in tokens),
+                )
+                for number, tokens in router["specific"].items()
+            ]
+            title = (
+                f"\n{spoken(name)}: entropy {router['entropy']:.3f} of 1, {len(router['dead'])} never used"
+            )
+            notes = [
+                f"largest share {router['largest']:.2f} times an even one; below a tenth of it:"
+                f" {', '.join(map(str, router['faint'])) or 'none'}; a token says {router['information']:.3f} nats"
+            ]
+            table(title, ("expert", "usage %", "most specific tokens (PMI, nats)"), rows, notes)
+            if is_sequences(options.checkpoint):
+                continue  # a vocabulary of thousands is for --json
+            lines = [
+                (token, *(f"{100 * n / max(1, sum(row)):.0f}" for n in row))
+                for token, row in router["counts"].items()
+            ]
+            table("% of a token's assignments", ("token", *map(str, range(len(rows)))), lines)
+
+    return figures, show
+
+
+def _not_of_sequences(options) -> None:
+    if idle := list(given(options, "beams", "length_penalty", "outputs")):
+        raise UsageError(f"--{idle[0]} goes with checkpoints trained on sequences or parallel text.")

@@ -1,9 +1,10 @@
-"""Verbs over checkpoints of sequences or parallel text: evaluate, translate."""
+"""Verbs over checkpoints of sequences or parallel text: evaluate, sweep, translate."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from .shared import UsageError, given, is_sequences, knobs_of, names, quieten, table, write_for_checkpoint
@@ -51,6 +52,49 @@ def evaluate(options) -> Any:
                 kinds = row["by_kind"].items()
                 lines = [(kind, one["examples"], f"{one['exact']:.2f}") for kind, one in kinds]
                 table(f"\nset {name}", ("kind", "examples", "exact %"), lines)
+
+    return figures, show
+
+
+def sweep(options, thresholds: Sequence[float]) -> Any:
+    """BLEU or exact answers, steps of both sides, MACs and seconds at each threshold."""
+    if idle := [name for name in ("capacities", "policy", "generated") if getattr(options, name)]:
+        raise UsageError(f"--{idle[0]} has nothing to set for a checkpoint of sequences or parallel text.")
+    quieten()
+    from ..sweep_pairs import sweep_pairs
+
+    start = time.time()
+    asked = given(options, "beams", "length_penalty", "limit")
+    figures = sweep_pairs(
+        options.checkpoint, thresholds, names(options.sets), repeats=options.repeats, **asked
+    )
+    write_for_checkpoint(options, time.time() - start, figures)
+
+    def show() -> None:
+        full = figures["full_depth"]
+        for name, part in figures["sets"].items():
+            rows = [
+                (
+                    f"{row['threshold']:g}",
+                    f"{row[part['measure']]:.2f}",
+                    "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["difference_interval"]),
+                    f"{row['changed']:.1f}",
+                    f"{row['encoder_skipped']:.1f}",
+                    f"{row['decoder_skipped']:.1f}",
+                    f"{100 * row['macs_share']:.1f}",
+                    f"{100 * row['macs_per_token_share']:.1f}",
+                    f"{100 * row['seconds_share']:.1f}",
+                )
+                for row in part["rows"]
+            ]
+            measure = "BLEU" if part["measure"] == "bleu" else "exact %"
+            columns = ("threshold", measure, "difference [95%]", "answers changed %", "encoder skips %",
+                       "decoder skips %", "MACs %", "MACs/token %", "time %")  # fmt: skip
+            notes = [
+                f"{part['examples']:,} examples, beams {figures['beams']}; shares and differences are against"
+                f" threshold 1 ({full['encoder']} and {full['decoder']} steps)."
+            ]
+            table(f"{options.checkpoint}, {name}: the threshold knob", columns, rows, notes)
 
     return figures, show
 

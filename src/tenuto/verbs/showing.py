@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .shared import is_language, is_routed, quieten, table
+from .shared import is_language, is_routed, is_sequences, quieten, table
 
 
 def presets(options) -> Any:
@@ -83,8 +83,11 @@ def report(options) -> Any:
     """One self-contained HTML page about a checkpoint."""
     quieten()
     target = options.output or Path(options.checkpoint) / "report.html"
-    if is_language(options.checkpoint):
-        if is_routed(options.checkpoint):
+    if is_language(options.checkpoint) or is_sequences(options.checkpoint):
+        if is_sequences(options.checkpoint):
+            from ..pairs_page import measure_pairs_report as measure
+            from ..pairs_page import pairs_page as page
+        elif is_routed(options.checkpoint):
             from ..routed_page import measure_routed as measure
             from ..routed_page import routed_page as page
         else:
