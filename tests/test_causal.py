@@ -28,6 +28,8 @@ from transformers import (
 from tenuto.models import LoopedConfig, LoopedForCausalLM, LoopedModel
 from tenuto.models.causal import stop_labels
 
+from tenuto.models.halting import POLICIES as POLICY
+from tenuto.models.halting import RULES
 cases = pytest.mark.parametrize("case", CASES)
 halting = pytest.mark.parametrize("case", HALTING)
 # one for each policy
@@ -537,6 +539,23 @@ def test_packed_documents_do_not_see_each_other(case, use_cache):
                 alone = model(ids[b : b + 1, start:end], use_cache=use_cache)
                 close(out.logits[b, start:end], alone.logits[0], 1e-12)
                 assert torch.equal(out.depths[b, start:end], alone.depths[0])
+
+@pytest.mark.parametrize("policy", RULES)
+def test_rules_compare_in_float32(policy):
+    """Their confidence in half-precision states and logits is that of float64 on the same ones."""
+    torch.manual_seed(0)
+    config = LoopedConfig(**{**SMALL, "policy": policy, "num_coda_layers": 0})
+    rule, head = POLICY[policy](config), torch.randn(16, 200).bfloat16()
+    states, drift = [torch.randn(64, 16).bfloat16()], torch.randn(64, 16) / 2
+    for _ in range(5):
+        states.append((states[-1] + drift + torch.randn(64, 16) / 20).bfloat16())
+    half, full = (rule.start(states[0].to(dtype)) for dtype in (torch.bfloat16, torch.float64))
+    for step, h_Nd in enumerate(states[1:], 1):
+        half = rule.ask(half, h_Nd, step, lambda h: h @ head)
+        full = rule.ask(full, h_Nd.double(), step, lambda h: (h.bfloat16() @ head).double())
+        assert half.log_left.dtype == torch.float32
+        close(half.log_left.exp().double(), full.log_left.exp(), 1e-5)
+
 
 
 @pytest.mark.parametrize("case", ["stick", "exit", "ponder"])

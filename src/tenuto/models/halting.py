@@ -39,6 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .surprise import wide
+
 
 @dataclass(frozen=True)
 class HaltState:
@@ -307,6 +309,8 @@ class Convergence(Asking):
     second_difference  1 - |D_l - D_{l-1}| / |D_l|, D_l = h_l - h_{l-1}; twice in a row (2509.23314)
     kl                 exp(-KL(p_l || p_{l-1})), p the predicted distribution
     margin             p(first choice) - p(second choice)
+
+    In float32 or wider: differences of half-precision states and logits are mostly rounding.
     """
 
     inference_only = True
@@ -319,7 +323,7 @@ class Convergence(Asking):
 
     def start(self, x_Nd: Tensor) -> HaltState:
         """What each rule compares the first step with; 0 confidence where there is nothing to compare."""
-        state = super().start(x_Nd)
+        state, x_Nd = super().start(x_Nd), wide(x_Nd)
         zero = x_Nd.new_zeros(len(x_Nd), dtype=state.log_left.dtype)
         kept = {"latent": (x_Nd,), "second_difference": (x_Nd, torch.full_like(x_Nd, torch.inf), zero)}
         return HaltState(state.log_left, None, state.depth, kept.get(self.rule, ()))
@@ -327,11 +331,12 @@ class Convergence(Asking):
     def ask(self, state: HaltState, h_Nd: Tensor, step: int, readout=None) -> HaltState:
         """The confidence after h_step."""
         kept: tuple[Tensor, ...] = ()
+        logits, h_Nd = wide(readout(h_Nd)) if self.heads else None, wide(h_Nd)
         if self.rule == "margin":
-            first, second = readout(h_Nd).softmax(-1).topk(2, dim=-1).values.unbind(-1)
+            first, second = logits.softmax(-1).topk(2, dim=-1).values.unbind(-1)
             confidence = first - second
         elif self.rule == "kl":
-            kept = (readout(h_Nd).log_softmax(-1),)
+            kept = (logits.log_softmax(-1),)
             confidence = torch.zeros_like(state.log_left)
             if state.kept:
                 confidence = (-(kept[0].exp() * (kept[0] - state.kept[0])).sum(-1)).exp()
@@ -341,9 +346,9 @@ class Convergence(Asking):
         else:
             change = h_Nd - state.kept[0]
             now = 1 - (change - state.kept[1]).norm(dim=-1) / change.norm(dim=-1)
-            now = now.clamp(min=0.0).to(state.log_left.dtype)
+            now = now.clamp(min=0.0)
             confidence, kept = torch.minimum(now, state.kept[2]), (h_Nd, change, now)
-        confidence = confidence.to(state.log_left.dtype).clamp(0.0, 1.0)
+        confidence = confidence.clamp(0.0, 1.0)
         return HaltState(torch.log1p(-confidence), None, state.depth, kept)
 
 
