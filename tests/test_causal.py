@@ -487,6 +487,15 @@ def test_continuous_batching_equals_generate(case):
     )
     small = ContinuousBatchingConfig(
         page_size=16, num_blocks=8, max_batch_tokens=32, max_requests_per_batch=3
+    # the call's bounds are the full model's: the draft keeps within its own
+    for knobs in ({"max_steps": 3}, {"max_steps": 3, "min_steps": 3}, {"min_steps": 3}):
+        if case == "fixed" and "min_steps" in knobs:
+            continue
+        calls.clear()
+        plain = model.generate(ids, **knobs, **settings)
+        assert torch.equal(plain, greedy(model, ids, torch.ones_like(ids), 8, **knobs))
+        assert torch.equal(model.generate(ids, assistant_model=drafter, **knobs, **settings), plain)
+        assert calls and max(calls) <= 2
     )
     results = model.generate_batch(
         inputs=prompts, generation_config=config, continuous_batching_config=small, warmup=False

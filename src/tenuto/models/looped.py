@@ -271,6 +271,7 @@ class LoopedStack(nn.Module):
     def slots(self, cache: Any | None, extra: dict[str, Any]) -> Slots:
         """The cache of one call."""
         return Slots(self.config, cache, extra)
+        self.drafts = False  # whether the knobs of a call are a deeper model's
 
     def forward(
         self,
@@ -421,6 +422,11 @@ class LoopedStack(nn.Module):
             learns = config.policy == "exit_head" and (min_steps or config.min_steps) < max_steps
             if self.training and config.objective == "sampled" and not learns:
                 max_steps = int(torch.randint(1, config.num_loops + 1, ()))
+        if self.drafts:
+            # `generate` calls a drafter with the knobs of the model it drafts for
+            max_steps, min_steps = (
+                one if one is None else min(one, config.num_loops) for one in (max_steps, min_steps)
+            )
             # a minimum above the depth of this pass means all of it
             min_steps = min(config.min_steps if min_steps is None else min_steps, max_steps)
         min_steps = min(config.min_steps, max_steps) if min_steps is None else min_steps
@@ -468,7 +474,8 @@ class LoopedForCausalLM(CausalLM):
     def draft(self, loops: int) -> "LoopedForCausalLM":
         """The same weights with at most `loops` loops: the assistant of `generate(..., assistant_model=...)`.
 
-        Greedy assisted generation gives the tokens of plain greedy generation: the full model verifies each.
+        Greedy assisted generation gives the tokens of plain greedy generation: the full model verifies each. Bounds of
+        the depth that such a call has are the full model's; the draft runs at most its own loops.
         """
         if not 1 <= loops <= self.config.num_loops:
             raise ValueError(f"loops={loops} must lie between 1 and num_loops={self.config.num_loops}.")
@@ -480,7 +487,7 @@ class LoopedForCausalLM(CausalLM):
             setattr(drafter, name, getattr(self, name))
         for name in ("prelude", "core", "coda", "memory", "injection", "scale", "policy", "final_norm"):
             setattr(drafter.stack, name, getattr(self.stack, name))
-        drafter.rotary = self.rotary
+        drafter.rotary, drafter.stack.drafts = self.rotary, True
         drafter.generation_config = self.generation_config
         return drafter.train(self.training)
 
