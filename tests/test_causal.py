@@ -205,7 +205,7 @@ def test_pondernet_puts_no_mass_below_min_steps(min_steps):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4])
-@pytest.mark.parametrize("case", ["fixed", "stick", "act", "exit", "ponder", "stick-moe"])
+@pytest.mark.parametrize("case", ["fixed", "stick", "act-budget", "exit", "ponder", "stick-moe"])
 def test_backprop_loops_detaches_the_earlier_loops(case, keep):
     """Gradients flow through the last `keep` loops only; values do not change."""
     model, data = ready(case, backprop_loops=keep).train(), batch()
@@ -227,6 +227,32 @@ def test_backprop_loops_detaches_scaled_loops_too(case):
 
 
 def test_loops_beyond_the_trained_ones_share_the_last_scale():
+@pytest.mark.parametrize("prelude", [0, 1])
+def test_backprop_loops_need_injection(prelude):
+    """Without it the prelude, or the embeddings that the first loop reads, get no gradient."""
+    shape = {"num_prelude_layers": prelude, "tie_word_embeddings": False}
+    with pytest.raises(Exception, match="backprop_loops=2 is below num_loops=4 and needs input_injection"):
+        make("fixed", input_injection="none", backprop_loops=2, **shape)
+    for fields in ({"input_injection": "none", "backprop_loops": 4}, {"backprop_loops": 1}):
+        model = make("fixed", **shape, **fields).train()
+        found = gradients(model, model(**batch()).loss)
+        early = [name for name in found if "embed_tokens" in name or "prelude" in name]
+        assert len(early) > 8 * prelude and all(found[name].any() for name in early)
+
+
+def test_an_exception_in_a_truncated_loop_leaves_autograd_on():
+    """Gradients are off for the earlier loops only, and whatever happens there."""
+    model = ready("fixed", backprop_loops=1).train()
+
+    def fail(*_):
+        raise RuntimeError("out of memory, say")
+
+    model.stack.core[0].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="say"):
+        model(**batch())
+    assert torch.is_grad_enabled()
+
+
     """loop_scale has num_loops vectors; a call with more loops goes on with the last."""
     model, data = ready("stick-deep").eval(), batch()
     with torch.no_grad():
@@ -784,7 +810,9 @@ def test_checkpoints_load_where_tenuto_is_not_installed(tmp_path):
 @pytest.mark.parametrize("keep", [None, 2])
 def test_gradient_checkpointing_changes_nothing(case, keep):
     """Same loss, same gradients, truncated back-propagation included, and blocks really run again."""
-    model, data = ready(case, backprop_loops=keep).train(), batch()
+    # truncated loops need injection
+    fields = {"input_injection": "add"} if case == "fixed-all" else {}
+    model, data = ready(case, backprop_loops=keep, **fields).train(), batch()
     plain = model(**data)
     want = gradients(model, plain.loss)
     model.activation_checkpointing_enable()

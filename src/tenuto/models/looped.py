@@ -167,6 +167,12 @@ class LoopedConfig(AdaptiveConfig):
             )
         if self.backprop_loops is not None and self.backprop_loops < 1:
             raise ValueError(f"backprop_loops={self.backprop_loops} must be at least 1.")
+        if self.input_injection == "none" and (self.backprop_loops or self.num_loops) < self.num_loops:
+            # nor would embeddings without a prelude, as what the first loop reads
+            raise ValueError(
+                f"backprop_loops={self.backprop_loops} is below num_loops={self.num_loops} and needs input_injection:"
+                ' with "none" nothing before the first loop gets a gradient.'
+            )
 
     def validate_body(self):
         """A recurrent core needs attention around it, a memory its own sizes; both carry state in a plain cache."""
@@ -265,13 +271,13 @@ class LoopedStack(nn.Module):
             self.starts_at = {"scale": 1.0}
         self.policy = POLICIES[config.policy](config)
         self.final_norm = nn.Identity() if config.norm_placement == "post" else norm(config)
+        self.drafts = False  # whether the knobs of a call are a deeper model's
 
     knobs = ("threshold", "min_steps", "max_steps", "output_routing")
 
     def slots(self, cache: Any | None, extra: dict[str, Any]) -> Slots:
         """The cache of one call."""
         return Slots(self.config, cache, extra)
-        self.drafts = False  # whether the knobs of a call are a deeper model's
 
     def forward(
         self,
@@ -336,7 +342,9 @@ class LoopedStack(nn.Module):
         ledger.add("halting", rows.per_sequence, policy.start_macs)
         collect = self.training and not policy.skips_in_training
         states, asked_after = [], []
-        grad = torch.is_grad_enabled()
+        grad, learning = torch.is_grad_enabled(), max_steps
+        if self.training and config.backprop_loops is not None:
+            learning = config.backprop_loops
         for step in range(1, max_steps + 1):
             may_stop = policy.asks(step, threshold, min_steps)
             if may_stop or (policy.watches and 1 < step and min_steps < max_steps):
@@ -359,23 +367,21 @@ class LoopedStack(nn.Module):
                 state = asked
             if not len(rows):
                 break
-            if config.backprop_loops is not None and self.training:
-                torch.set_grad_enabled(grad and step > max_steps - config.backprop_loops)
-            z_Nd = h_Nd
-            if step > 1:
-                z_Nd = self.injection(h_Nd, e_Nd)
-                ledger.add("linear", rows.per_sequence, self.injection.row_macs)
-            for i, block in enumerate(self.core):
-                # experts are balanced over what each row's step weighs in the end
-                weight = state.log_left.exp() if policy.mixes else None
-                z_Nd, kv[i] = run(
-                    block, f"core.{i}", step, z_Nd, rows, kv[i], slots.core(i, step), weight, recalls[i]
-                )
-            if self.scale is None:
-                h_Nd = z_Nd
-            else:
-                h_Nd = h_Nd + self.scale[min(step, len(self.scale)) - 1] * (z_Nd - h_Nd)
-            torch.set_grad_enabled(grad)
+            with torch.set_grad_enabled(grad and step > max_steps - learning):
+                z_Nd = h_Nd
+                if step > 1:
+                    z_Nd = self.injection(h_Nd, e_Nd)
+                    ledger.add("linear", rows.per_sequence, self.injection.row_macs)
+                for i, block in enumerate(self.core):
+                    # experts are balanced over what each row's step weighs in the end
+                    weight = state.log_left.exp() if policy.mixes else None
+                    z_Nd, kv[i] = run(
+                        block, f"core.{i}", step, z_Nd, rows, kv[i], slots.core(i, step), weight, recalls[i]
+                    )
+                if self.scale is None:
+                    h_Nd = z_Nd
+                else:
+                    h_Nd = h_Nd + self.scale[min(step, len(self.scale)) - 1] * (z_Nd - h_Nd)
             s_Nd = policy.combine(state, h_Nd)
             if collect:
                 states.append(h_Nd)
@@ -416,17 +422,17 @@ class LoopedStack(nn.Module):
                     f'{name} has nothing to set with policy="fixed": every token runs every loop.'
                 )
         threshold = config.halt_threshold if threshold is None else threshold
+        if self.drafts:
+            # `generate` calls a drafter with the knobs of the model it drafts for
+            max_steps, min_steps = (
+                one if one is None else min(one, config.num_loops) for one in (max_steps, min_steps)
+            )
         if max_steps is None:
             max_steps = config.num_loops
             # while an exit head learns, every loop is run: its labels look at all that is deeper
             learns = config.policy == "exit_head" and (min_steps or config.min_steps) < max_steps
             if self.training and config.objective == "sampled" and not learns:
                 max_steps = int(torch.randint(1, config.num_loops + 1, ()))
-        if self.drafts:
-            # `generate` calls a drafter with the knobs of the model it drafts for
-            max_steps, min_steps = (
-                one if one is None else min(one, config.num_loops) for one in (max_steps, min_steps)
-            )
             # a minimum above the depth of this pass means all of it
             min_steps = min(config.min_steps if min_steps is None else min_steps, max_steps)
         min_steps = min(config.min_steps, max_steps) if min_steps is None else min_steps
