@@ -12,6 +12,7 @@ import pytest
 import reference_causal as reference
 import torch
 from reference_causal import CASES, HALTING, LENGTHS, MIXES, SMALL, batch, make, masked, settled
+from reference_routed import make as make_routed
 from test_ledger import MAPPING
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,9 +28,9 @@ from transformers import (
 
 from tenuto.models import LoopedConfig, LoopedForCausalLM, LoopedModel
 from tenuto.models.causal import stop_labels
-
 from tenuto.models.halting import POLICIES as POLICY
 from tenuto.models.halting import RULES
+
 cases = pytest.mark.parametrize("case", CASES)
 halting = pytest.mark.parametrize("case", HALTING)
 # one for each policy
@@ -226,7 +227,6 @@ def test_backprop_loops_detaches_scaled_loops_too(case):
     same_gradients(gradients(model, model(**data).loss), gradients(model, masked(model, **data).loss))
 
 
-def test_loops_beyond_the_trained_ones_share_the_last_scale():
 @pytest.mark.parametrize("prelude", [0, 1])
 def test_backprop_loops_need_injection(prelude):
     """Without it the prelude, or the embeddings that the first loop reads, get no gradient."""
@@ -253,6 +253,7 @@ def test_an_exception_in_a_truncated_loop_leaves_autograd_on():
     assert torch.is_grad_enabled()
 
 
+def test_loops_beyond_the_trained_ones_share_the_last_scale():
     """loop_scale has num_loops vectors; a call with more loops goes on with the last."""
     model, data = ready("stick-deep").eval(), batch()
     with torch.no_grad():
@@ -486,6 +487,15 @@ def test_speculation_equals_greedy(case):
     assert calls and max(calls) <= 2
     assert model.config.num_loops == 4 and model.generation_config.to_dict() == before
     assert torch.equal(model.generate(ids, **settings), plain)
+    # the call's bounds are the full model's: the draft keeps within its own
+    for knobs in ({"max_steps": 3}, {"max_steps": 3, "min_steps": 3}, {"min_steps": 3}):
+        if case == "fixed" and "min_steps" in knobs:
+            continue
+        calls.clear()
+        plain = model.generate(ids, **knobs, **settings)
+        assert torch.equal(plain, greedy(model, ids, torch.ones_like(ids), 8, **knobs))
+        assert torch.equal(model.generate(ids, assistant_model=drafter, **knobs, **settings), plain)
+        assert calls and max(calls) <= 2
 
 
 @pytest.mark.parametrize("case", ["stick", "ponder", "margin"])
@@ -513,15 +523,6 @@ def test_continuous_batching_equals_generate(case):
     )
     small = ContinuousBatchingConfig(
         page_size=16, num_blocks=8, max_batch_tokens=32, max_requests_per_batch=3
-    # the call's bounds are the full model's: the draft keeps within its own
-    for knobs in ({"max_steps": 3}, {"max_steps": 3, "min_steps": 3}, {"min_steps": 3}):
-        if case == "fixed" and "min_steps" in knobs:
-            continue
-        calls.clear()
-        plain = model.generate(ids, **knobs, **settings)
-        assert torch.equal(plain, greedy(model, ids, torch.ones_like(ids), 8, **knobs))
-        assert torch.equal(model.generate(ids, assistant_model=drafter, **knobs, **settings), plain)
-        assert calls and max(calls) <= 2
     )
     results = model.generate_batch(
         inputs=prompts, generation_config=config, continuous_batching_config=small, warmup=False
@@ -537,6 +538,23 @@ def test_continuous_batching_equals_generate(case):
         ids = torch.tensor([prompt])
         want.append(greedy(model, ids, torch.ones_like(ids), 6)[0, len(prompt) :].tolist())
     assert got == sorted(want)
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_rules_compare_in_float32(policy):
+    """Their confidence in half-precision states and logits is that of float64 on the same ones."""
+    torch.manual_seed(0)
+    config = LoopedConfig(**{**SMALL, "policy": policy, "num_coda_layers": 0})
+    rule, head = POLICY[policy](config), torch.randn(16, 200).bfloat16()
+    states, drift = [torch.randn(64, 16).bfloat16()], torch.randn(64, 16) / 2
+    for _ in range(5):
+        states.append((states[-1] + drift + torch.randn(64, 16) / 20).bfloat16())
+    half, full = (rule.start(states[0].to(dtype)) for dtype in (torch.bfloat16, torch.float64))
+    for step, h_Nd in enumerate(states[1:], 1):
+        half = rule.ask(half, h_Nd, step, lambda h: h @ head)
+        full = rule.ask(full, h_Nd.double(), step, lambda h: (h.bfloat16() @ head).double())
+        assert half.log_left.dtype == torch.float32
+        close(half.log_left.exp().double(), full.log_left.exp(), 1e-5)
 
 
 # 5. causality, documents, padding
@@ -575,22 +593,34 @@ def test_packed_documents_do_not_see_each_other(case, use_cache):
                 close(out.logits[b, start:end], alone.logits[0], 1e-12)
                 assert torch.equal(out.depths[b, start:end], alone.depths[0])
 
-@pytest.mark.parametrize("policy", RULES)
-def test_rules_compare_in_float32(policy):
-    """Their confidence in half-precision states and logits is that of float64 on the same ones."""
-    torch.manual_seed(0)
-    config = LoopedConfig(**{**SMALL, "policy": policy, "num_coda_layers": 0})
-    rule, head = POLICY[policy](config), torch.randn(16, 200).bfloat16()
-    states, drift = [torch.randn(64, 16).bfloat16()], torch.randn(64, 16) / 2
-    for _ in range(5):
-        states.append((states[-1] + drift + torch.randn(64, 16) / 20).bfloat16())
-    half, full = (rule.start(states[0].to(dtype)) for dtype in (torch.bfloat16, torch.float64))
-    for step, h_Nd in enumerate(states[1:], 1):
-        half = rule.ask(half, h_Nd, step, lambda h: h @ head)
-        full = rule.ask(full, h_Nd.double(), step, lambda h: (h.bfloat16() @ head).double())
-        assert half.log_left.dtype == torch.float32
-        close(half.log_left.exp().double(), full.log_left.exp(), 1e-5)
 
+@pytest.mark.parametrize("case", ["fixed", "stick", "mod", "stt"])
+def test_packed_documents_do_not_go_with_a_cache(case):
+    """A later call could not tell whose keys it reads: refused, in the call that packs and in one that begins another
+    document. By default such a call makes no cache; padding, and one document, are as ever."""
+    routed = case in ("mod", "stt")
+    model, ids = (make_routed(case) if routed else ready(case)).eval(), tokens(2, 6)
+    packed, plain = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.arange(6)[None]
+    refused = pytest.raises(ValueError, match="do not go with a cache: pass use_cache=False")
+    with torch.no_grad():
+        assert model(ids, position_ids=packed).cache is None
+        for cached in ({"use_cache": True}, {"cache": DynamicCache(config=model.config)}):
+            with refused:
+                model(ids, position_ids=packed, **cached)
+        if not routed:
+            with refused:
+                model(ids, position_ids=packed, cache=StaticCache(config=model.config, max_cache_len=16))
+        cache = model(ids, position_ids=plain, use_cache=True).cache
+        with refused:
+            model(ids[:, :1], position_ids=torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        with refused:
+            model(ids, position_ids=packed + 6, cache=cache)
+        after = model(ids[:, :1], position_ids=torch.tensor([[6]]), cache=cache)
+        close(after.logits[:, 0], model(torch.cat([ids, ids[:, :1]], 1), use_cache=False).logits[:, -1])
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+        # pads stand at position 0 too
+        padded = (mask.cumsum(-1) - 1).clamp(min=0)
+        assert model(ids, attention_mask=mask, position_ids=padded, use_cache=True).cache is not None
 
 
 @pytest.mark.parametrize("case", ["stick", "exit", "ponder"])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -67,6 +67,11 @@ class CausalModel(AdaptivePreTrainedModel):
             x_BTd = x_BTd * self.config.hidden_size**0.5
         B, T, _ = x_BTd.shape
         past = 0 if cache is None or paged else cache.get_seq_length()
+        if cache is not None and not paged and _packed(position_ids, attention_mask, past):
+            # later calls would not know where a document began
+            raise ValueError(
+                "Documents packed into one sequence do not go with a cache: pass use_cache=False."
+            )
         mask_BT = keys_mask = None
         if torch.is_tensor(attention_mask) and attention_mask.dim() == 2:
             if attention_mask.shape != (B, past + T):
@@ -87,8 +92,7 @@ class CausalModel(AdaptivePreTrainedModel):
             config=self.config,
             inputs_embeds=x_BTd,
             attention_mask=attention_mask if keys_mask is None else keys_mask,
-            # documents are told apart only without a cache, and an empty one says nothing
-            cache=None if isinstance(cache, DynamicCache) and not past else cache,
+            cache=cache,
             position_ids=position_ids,
         )
         length = T if pairs is None else pairs.shape[-1]
@@ -182,13 +186,15 @@ class CausalLM(CausalModel, GenerationMixin):
         """[B, T] ids -> logits [B, T, V]; with labels [B, T] (-100: none), the loss.
 
         attention_mask: [B, past + T], 1 at tokens. position_ids: [B, T]; where they start again at 0 without a mask,
-        another document begins and attention does not cross. cache: a transformers cache, which this call extends.
+        another document begins and attention does not cross; such a call makes no cache, and refuses one. cache: a
+        transformers cache, which this call extends.
         logits_to_keep: as in transformers. threshold (a number, or [B]), min_steps and max_steps: the depth knobs of
         this call, of looped models; capacity (a number, or [B]) or threshold, and selection: those of routed models,
         routing.py. loss_weights overrides the config's weights of the auxiliary terms.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
+            use_cache = use_cache and not _packed(position_ids, attention_mask)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
@@ -311,6 +317,16 @@ class CausalLM(CausalModel, GenerationMixin):
         if trajectory.asked:
             weights = self.stack.policy.weights(trajectory.asked)
         return F.pad(weights, (len(trajectory.states) - weights.shape[1], 0))
+
+
+def _packed(position_ids: Tensor | None, attention_mask: Any, past: int | Tensor = 0) -> bool:
+    """Whether another document begins among the tokens of a call, or with its first one after `past` cached ones."""
+    if position_ids is None or attention_mask is not None:
+        return False
+    # as transformers' masks tell documents apart
+    if find_packed_sequence_indices(position_ids) is not None:
+        return True
+    return bool(past) and bool((position_ids[:, 0] == 0).any())
 
 
 def cross_entropies(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
