@@ -86,6 +86,25 @@ def test_muon_takes_the_block_matrices_and_nothing_else():
     assert not any("router" in name or "policy" in name for name in taken)
 
 
+@pytest.mark.parametrize("name, config", [
+    ("looped-tiny", {"loop_scale": True, "input_injection": "decay", "ffn_experts": 4}),
+    ("looped-tiny", {"mixer": "gated_delta", "memory_chunk": 4}),
+    ("sut-tiny", {"relative_positions": "t5"}),
+    ("sut-tiny", {"relative_positions": "window"}),
+])  # fmt: skip
+def test_vectors_do_not_decay_however_they_are_stacked(name, config):
+    """Scales of loops and biases of experts, offsets and layers; every matrix, table and kernel does."""
+    model = build(preset(name, **config), "causal" if name == "looped-tiny" else "classification")
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    stay = {names[id(one)] for group in parameter_groups(model, 0.01, 0.001, 0.1) for one in group["params"]
+            if not group["weight_decay"]}  # fmt: skip
+    vectors = {name for name, weight in model.named_parameters() if weight.ndim < 2}
+    ends = (".bias", "stack.scale")
+    assert stay == vectors | {name for name in names.values() if name.endswith(ends)}
+    stacked = {name for name in stay if dict(model.named_parameters())[name].ndim > 1}
+    assert bool(stacked) == ("loop_scale" in config or name == "sut-tiny")
+
+
 def test_augmented_pairs_keep_true_labels(pairs):
     """Swapping and renaming: the relation recomputed from the tokens is the label given."""
     data = PairDataset(pairs, "classification", swap=True, rename=True)

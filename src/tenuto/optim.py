@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 # coefficients of the quintic iteration, from the same source
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _MATRICES = ("query", "key", "value", "output", "up", "gate", "down")
+# a vector for each loop, expert or offset: of more than one dimension, and no matrix
+_STACKED = ("bias", "scale")
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -75,8 +77,9 @@ def parameter_groups(
     late: str | None = None,
 ) -> list[dict]:  # fmt: skip
     """Parameter groups of a tenuto model: block matrices to Muon (to AdamW if muon_lr is 0), the rest to AdamW; no
-    decay for vectors. rates: AdamW's rate by a part of the parameter's name, the first that fits; ValueError if one
-    fits none. late: parameters with this in their name come in groups of their own, marked `late`.
+    decay for vectors, stacked ones (loop_scale, biases of experts and of offsets) included. rates: AdamW's rate by a
+    part of the parameter's name, the first that fits; ValueError if one fits none. late: parameters with this in their
+    name come in groups of their own, marked `late`.
     """
     groups: dict[tuple[bool, float, bool, bool], list] = {}
     rates, used = rates or {}, set()
@@ -89,14 +92,21 @@ def parameter_groups(
         used.add(pattern)
         muon = bool(muon_lr) and block and pattern is None
         rate = muon_lr if muon else rates.get(pattern, lr)
-        groups.setdefault((muon, rate, weight.ndim > 1, late is not None and late in name), []).append(weight)
+        decays = weight.ndim > 1 and parts[-1] not in _STACKED
+        groups.setdefault((muon, rate, decays, late is not None and late in name), []).append(weight)
     idle = sorted(set(rates) - used)
     if idle:
         raise ValueError(
             f"learning_rates: {idle[0]!r} fits no parameter's name, or none that a pattern before it leaves."
         )
     return [
-        {"params": some, "muon": muon, "lr": rate, "weight_decay": weight_decay if decays else 0.0, "late": last}
+        {
+            "params": some,
+            "muon": muon,
+            "lr": rate,
+            "weight_decay": weight_decay if decays else 0.0,
+            "late": last,
+        }
         for (muon, rate, decays, last), some in sorted(
             groups.items(), key=lambda pair: (not pair[0][0], not pair[0][2])
         )
