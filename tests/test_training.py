@@ -30,6 +30,10 @@ PLANS = {
     "collapse": ROOT / "recipes/lm/collapse.yaml",
     "stories": ROOT / "recipes/routed/stories.yaml",
     "ablations": ROOT / "recipes/routed/ablations.yaml",
+    # what they hold is in test_pairs.py
+    "scan": ROOT / "recipes/scan/depth.yaml",
+    "cogs": ROOT / "recipes/cogs/depth.yaml",
+    "translation": ROOT / "recipes/translation/ablations.yaml",
 }
 # one begins with a model that is not here
 RECIPES = sorted(

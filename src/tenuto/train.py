@@ -181,7 +181,7 @@ class AdaptiveTrainer(Trainer):
             judged = depths if stops else expected
             found = collapse(judged.detach().float().cpu().numpy(), floor, full, config.policy)
             schedule = self.recipe.schedule
-            # a deep start is at full depth for a while
+            # a deep start is at full depth for a while, and means are alike until the halting net has learnt something
             settled = schedule.halting_from + schedule.act_warmup + 0.1
             unripe = found["at_full"] > 0.5 or not stops
             early = unripe and self.state.global_step / self.args.max_steps < settled
