@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from tenuto.collapse import ADVICE, collapse
-from tenuto.compare import depth_curve
+from tenuto.compare import depth_curve, picture
 from tenuto.data import logical_inference as logic
 from tenuto.data.pairs import FIRST_RELATION, Curriculum, PairDataset, tokenizer
 from tenuto.models.halting import POLICIES
@@ -395,12 +395,18 @@ def test_policies_without_a_distribution_log_no_expected_depth(words, tmp_path, 
     assert any("depth/mean" in row for row in logs) and not any("depth/expected" in row for row in logs)
 
 
-def test_depth_curves_are_of_what_was_learnt():
+def test_depth_curves_are_of_what_was_learnt(tmp_path):
     """The expected depth where it is logged; else what was executed, if tokens stopped by themselves."""
     rows = [{"step": n, "depth/mean": 4.0, "loss": 1.0} for n in (1, 2)]
     assert depth_curve(rows, stops=True) == [[1, 4.0], [2, 4.0]] and depth_curve(rows, stops=False) == []
     expected = [*({**row, "depth/expected": 1.25} for row in rows), {"step": 2, "eval_loss": 1.0}]
     assert depth_curve(expected, stops=True) == depth_curve(expected, stops=False) == [[1, 1.25], [2, 1.25]]
+    cells = [
+        {"row": f"row {len(curve)}", "depth_curve": curve, "shares": [0.5, 0.5]}
+        for curve in ([], [[1, 1.25]])
+    ]
+    picture(cells, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text().count("<!-- row ") == 2
 
 
 # a value that each field takes, for every policy that its advice is for
