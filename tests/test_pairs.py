@@ -157,6 +157,19 @@ def test_loss_is_the_mean_over_target_tokens(run):
     assert loss_of(loaded, pairs, batch=2) == pytest.approx(total / count, abs=1e-5)
 
 
+def test_each_line_may_have_its_own_limit(run):
+    """What is written to it is cut there, whatever its batch-mates may write; so are its depths."""
+    from tenuto.translate import write
+
+    loaded = load(run)
+    lines, limits = ["turn left thrice", "jump", "walk twice"], [4, 1, 2]
+    together = write(loaded, lines, max_length=limits)
+    for line, most, ids, steps in zip(lines, limits, together.ids, together.decoder_depths, strict=True):
+        assert ids == argmax_answer(loaded.model, encode_lines([line], loaded.tokenizer)[0].tolist(), most)
+        assert len(steps) == len(ids) <= most
+    assert together.tokens == sum(map(len, together.ids)) + sum(len(line.split()) + 1 for line in lines)
+
+
 def test_paired_exact_is_the_bootstrap_over_examples():
     """Beside one that draws the examples; equal outcomes have no interval."""
     from tenuto.translate import paired_exact
@@ -194,7 +207,7 @@ def test_sweep_is_what_the_model_writes_at_each_threshold(run):
         depths, macs, right[row["threshold"]] = ([], []), 0, []
         for source, target, _ in pairs:
             ids = encode_lines([source], loaded.tokenizer)[0].tolist()
-            said = argmax_answer(loaded.model, ids, 4, threshold=row["threshold"])
+            said = argmax_answer(loaded.model, ids, len(target.split()) + 1, threshold=row["threshold"])
             with torch.no_grad():
                 out = loaded.model(
                     torch.tensor([ids]), labels=torch.tensor([said]), threshold=row["threshold"]
@@ -336,7 +349,7 @@ def test_comparison_of_rows(folder):
 
 def test_student_interval():
     """Three values, by hand: t of two degrees of freedom."""
-    from tenuto.compare_pairs import student
+    from tenuto.intervals import student
 
     found = student([1.0, 2.0, 4.0])
     spread = (((1 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2) ** 0.5

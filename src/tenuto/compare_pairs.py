@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .evaluate import Loaded, load
+from .intervals import student
 from .recipe import load_recipe
 from .translate import evaluate_pairs, loss_of, paired_bootstrap, paired_exact, test_pairs
 
-# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom; more seeds than that get the last, a little too wide
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 COSTS = ("loss", "macs_per_token", "tokens_per_second", "encoder_depth", "decoder_depth")
 
 
@@ -36,18 +34,6 @@ def _tests(loaded: Loaded) -> list[str]:
     except ValueError:
         # parallel text without a test set
         return []
-
-
-def student(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, spread (standard deviation) and the 95% interval of the mean by Student's t; None of a single value."""
-    values = np.asarray(values, float)
-    mean, count = float(values.mean()), len(values)
-    spread, interval = None, None
-    if count > 1:
-        spread = float(values.std(ddof=1))
-        half = STUDENT[min(count - 1, len(STUDENT)) - 1] * spread / count**0.5
-        spread, interval = round(spread, 4), [round(mean - half, 4), round(mean + half, 4)]
-    return {"mean": round(mean, 4), "spread": spread, "interval": interval}
 
 
 def pairs_table(
@@ -105,7 +91,7 @@ def _difference(
     if measure == "bleu":
         found = paired_bootstrap(*texts, targets)
     else:
-        # an unfinished answer is a word longer than any target, so it never equals one
+        # an unfinished answer is a word longer than its target, so it does not equal it
         found = paired_exact(*(np.array(said) == np.array(targets) for said in texts))
     kept = {key: found[key] for key in ("difference", "interval", "p")}
     return {**kept, "over": "examples"}

@@ -59,7 +59,7 @@ def write(
     lines: Sequence[str],
     beams: int = 1,
     length_penalty: float = 1.0,
-    max_length: int | None = None,
+    max_length: int | Sequence[int] | None = None,
     progress: str | None = None,
     batch: int = BATCH,
     **knobs,
@@ -67,8 +67,8 @@ def write(
     """The model's answer to each line, lines of like length together; `knobs` are the depth knobs of a forward.
 
     beams: 1 takes the likeliest token always. length_penalty: a beam's log-probability is divided by its length to this
-    power. max_length: tokens written at most; 10 more than twice the source's when left out. ValueError if a line is
-    empty or beams is below 1.
+    power. max_length: tokens written at most, of all lines or of each; 10 more than twice the source's when left out.
+    ValueError if a line is empty or beams is below 1.
     """
     if beams < 1:
         raise ValueError(f"beams={beams} must be at least 1.")
@@ -80,16 +80,19 @@ def write(
     answers, *depths = ([None] * len(lines) for _ in range(3))
     macs, tokens, seconds = 0, 0, 0.0
     order = np.argsort(sources.lengths, kind="stable")
+    limits = None if max_length is None else np.broadcast_to(max_length, len(lines))
     bar = Console(stderr=True)
     hidden = progress is None or not bar.is_terminal
     starts = range(0, len(lines), batch)
     for start in track(starts, progress or "", console=bar, transient=True, disable=hidden):
         places = order[start : start + batch]
         inputs = inputs_of(_rows(sources.take(places)), model.device)
-        limit = 2 * inputs["input_ids"].shape[1] + 10 if max_length is None else max_length
+        limit = 2 * inputs["input_ids"].shape[1] + 10 if limits is None else int(limits[places].max())
         before = _now(model.device)
         said = written(model, inputs, limit, num_beams=beams, length_penalty=length_penalty, **knobs)
         seconds += _now(model.device) - before
+        if limits is not None:
+            said = [ids[:most] for ids, most in zip(said, limits[places].tolist(), strict=True)]
         pass_over = model(**inputs, labels=padded(said, -100).to(model.device), **knobs)
         macs += pass_over.compute.total
         tokens += int(inputs["attention_mask"].sum()) + sum(map(len, said))
@@ -279,11 +282,11 @@ def answer(
 ) -> Said:
     """What the model writes for the sources of a set (`write`).
 
-    Of a compositional task one word more than the longest target at most: a longer answer is wrong, whatever follows.
+    Of a compositional task one word more than the target at most: a longer answer is wrong, whatever follows.
     """
     most = None
     if loaded.recipe.data.parallel is None:
-        most = max(len(one[1].split()) for one in pairs) + 1
+        most = [len(one[1].split()) + 1 for one in pairs]
     return write(loaded, [one[0] for one in pairs], beams, length_penalty, most, progress, **knobs)
 
 
