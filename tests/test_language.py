@@ -169,6 +169,66 @@ def test_algorithmic_tasks_train_and_are_measured_by_depth(tmp_path, capsys):
     assert all(0 <= value <= 100 for value in figures["accuracy"].values())
 
 
+def test_problems_are_compared_set_by_set(tmp_path, capsys):
+    """Halting models against every fixed depth of the plan, thresholds chosen on the validation problems."""
+    base = recipe(
+        tmp_path, schedule={},
+        data={"algorithmic": {"task": "lookup", "train": 200, "train_depths": [4, 5], "test_depths": [6]}},
+        config={"policy": "stick_breaking", "act_weight": 0.01, "num_loops": 2, "num_coda_layers": 0},
+        training={"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1},
+    )  # fmt: skip
+    plan = tmp_path / "plan.yaml"
+    rows = {"halting": {}, "fixed": {"config": {"policy": "fixed", "act_weight": 0.0}}}
+    keys = {"base": str(base), "against": "halting", "seeds": [0, 1], "thresholds": [0.9, 0.5], "rows": rows}
+    plan.write_text(yaml.safe_dump({**keys, "sets": ["test-6"]}, sort_keys=False))
+    figures = answer(capsys, "compare", str(plan), "--output", str(tmp_path / "out"))
+    halting, fixed = (row["problems"] for row in figures["rows"])
+    assert set(halting) == set(fixed) == {"validation", "test-6"}
+    assert "over_fixed" in halting["test-6"] and "over_fixed" not in fixed["test-6"]
+    assert len(halting["test-6"]["thresholds"]) == len(fixed["test-6"]["max_steps"]) == 2
+    plain = answer(
+        capsys, "evaluate", str(tmp_path / "out" / "fixed-1"), "--sets", "test-6", "--max_steps", "1"
+    )
+    kept = next(one for one in figures["results"] if (one["row"], one["seed"]) == ("fixed", 1))
+    assert kept["quality"]["test-6"]["fixed"][0]["accuracy"] == plain["accuracy"]["test-6"]
+    assert main(["compare", str(plan), "--output", str(tmp_path / "out")]) == 0
+    assert "above fixed depths, points" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_halting_is_held_to_the_best_of_all_fixed_depths():
+    from tenuto.compare_problems import problems_lines
+
+    def model(row, seed, fixed, knob=()):
+        def rows(label, some):
+            return [
+                {label: one[0], "accuracy": one[1], "macs_per_token": one[2], "mean_depth": 1.0}
+                for one in some
+            ]
+
+        part = {"fixed": rows("max_steps", fixed), "rows": rows("threshold", knob)}
+        # on the test everything is ten points worse
+        worse = {
+            kind: [{**one, "accuracy": one["accuracy"] - 10} for one in some] for kind, some in part.items()
+        }
+        return {"row": row, "seed": seed, "quality": {"validation": part, "test": worse}}
+
+    some = [
+        model(
+            "halting", 0, [(1, 50.0, 10), (2, 80.0, 20)], [(0.9, 80.0, 18), (0.5, 79.6, 15), (0.1, 60.0, 11)]
+        ),
+        model("fixed", 0, [(1, 40.0, 10), (2, 90.0, 20)]),
+        model("fixed", 1, [(1, 60.0, 10), (2, 94.0, 20)]),
+    ]
+    lines = problems_lines(some)
+    # the cheapest threshold within half a point; at 15 MACs fixed depths reach the middle of 50 and 92
+    assert lines["halting"]["test"]["thresholds"] == [0.5]
+    assert lines["halting"]["test"]["over_fixed"]["mean"] == pytest.approx(69.6 - (71.0 - 10))
+    assert lines["fixed"]["test"]["accuracy"]["mean"] == 82.0 and lines["fixed"]["test"]["max_steps"] == [
+        2,
+        2,
+    ]
+
+
 def test_matrix_resumes_and_tabulates(tmp_path, capsys):
     base = recipe(tmp_path, config={"num_coda_layers": 0}, schedule={})
     plan = tmp_path / "matrix.yaml"

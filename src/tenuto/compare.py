@@ -2,7 +2,7 @@
 
 Every cell is a folder as in matrix.py. A row may begin from a checkpoint of its own (`tenuto convert`), so that
 architectures made from one pretrained model stand side by side. Language models are measured here, models of sequences
-and parallel text in compare_pairs.py.
+and parallel text in compare_pairs.py; of problems with a known depth, compare_problems.py has what is more than that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .collapse import collapse
+from .compare_problems import measure_problems, problems_lines
 from .matrix import Cell, load_plan, run_cells, varied
 from .recipe import Recipe, Schedule, load_recipe
 
@@ -45,8 +46,8 @@ class Comparison:
     """base: the recipe of every row. against: the row that the others are compared with, seed by seed.
 
     Of language models, capacities: at which routed models are measured, beside the config's own; thresholds: at which
-    halting ones are, beside every fixed depth. Of models of sequences or parallel text, sets: the parts measured,
-    validation and all tests when left out; beams, length_penalty: of the search.
+    halting ones are, beside every fixed depth. sets: of problems, the test sets measured as well; of sequences or
+    parallel text the parts measured, validation and all tests when left out; beams, length_penalty: of the search.
     """
 
     base: str
@@ -80,7 +81,7 @@ def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
     if plan.against not in plan.rows:
         raise ValueError(f"against={plan.against!r} is no row; they are {', '.join(plan.rows)}.")
     cells, base = [], base_recipe(plan.base, overrides)
-    foreign = ("capacities", "thresholds") if of_pairs(base) else ("sets",)
+    foreign = ("capacities", "thresholds") if of_pairs(base) else () if base.data.algorithmic else ("sets",)
     if idle := [name for name in foreign if getattr(plan, name)]:
         raise ValueError(f"{idle[0]} has nothing to set for rows of {plan.base}.")
     for name, row in plan.rows.items():
@@ -105,9 +106,12 @@ def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
     return cells
 
 
-def measure_cell(folder: Path, capacities: list[float], thresholds: list[float]) -> dict[str, Any]:
+def measure_cell(
+    folder: Path, capacities: list[float], thresholds: list[float], sets: list[str] | None = None
+) -> dict[str, Any]:
     """Held-out figures of a trained cell: by its own rule; of a routed one also by every other rule and capacity, and
-    how well its layers' causal routers foretell Top-K; of a looped one its depths, and how they went in training.
+    how well its layers' causal routers foretell Top-K; of a looped one its depths, and how they went in training; of
+    problems every setting by set.
     """
     from .evaluate import load
     from .language import corpus_of, measure, realised, summary, sweep_language
@@ -159,7 +163,9 @@ def measure_cell(folder: Path, capacities: list[float], thresholds: list[float])
         }
         if thresholds:
             knob = sweep_language(folder, thresholds, names, repeats=1)
-            result |= {"fixed": knob["fixed"], "rows": knob["rows"], "best": knob["best"]}
+            result |= {name: knob[name] for name in ("fixed", "rows", "best", "best_fixed", "target")}
+    if loaded.recipe.data.algorithmic is not None:
+        result["quality"] = measure_problems(folder, sets or (), thresholds)
     return result
 
 
@@ -327,8 +333,13 @@ def run_comparison(
         rows = pairs_table(plan.against, results, folders)
     else:
         settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}
+        if cells[0].recipe.data.algorithmic is not None:
+            settings["sets"] = plan.sets
         results = run_cells(cells, output, only, measure_cell, settings, progress)
         rows = table_of(plan, results)
+        if results and "quality" in results[0]:
+            lines = problems_lines(results)
+            rows = [{**row, "problems": lines[row["row"]]} for row in rows]
     figures = {
         "against": plan.against,
         "cells": len(cells),

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .intervals import student
 from .matrix import (
     Cell,
     language_recipe,
@@ -191,18 +192,6 @@ def fit_exponent(points: list[tuple[int, int, int, float]], draws: int = 200) ->
     }
 
 
-# two-sided 95% quantiles of Student's t by degrees of freedom
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-
-
-def t_interval(values: np.ndarray) -> list[float] | None:
-    """95% interval of the mean of a few runs (Student's t); None of one run."""
-    if len(values) < 2:
-        return None
-    half = _T95.get(len(values) - 1, 1.96) * float(values.std(ddof=1)) / len(values) ** 0.5
-    return [round(float(values.mean()) - half, 4), round(float(values.mean()) + half, 4)]
-
-
 def readings(one: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines that a model's results give: a looped one at full depth, at its best fixed depth, and by its rule."""
     if one["loops"] == 1:
@@ -240,7 +229,7 @@ def members_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss": round(float(loss.mean()), 4),
                 "loss_spread": round(float(loss.std(ddof=1)), 4) if len(loss) > 1 else None,
                 "minus_looped": round(float(gaps.mean()), 4) if len(gaps) else None,
-                "minus_looped_interval": t_interval(gaps),
+                "minus_looped_interval": student(gaps)["interval"] if len(gaps) else None,
                 "macs_per_token": round(float(np.mean([line["macs_per_token"] for line in some]))),
                 "train_cpu_seconds": round(float(np.mean([line["train_cpu_seconds"] for line in some])), 1),
             }

@@ -52,6 +52,8 @@ def compare(options) -> Any:
     def show() -> None:
         if figures["rows"] and "sets" in figures["rows"][0]:
             return _show_pairs(figures, options)
+        if figures["rows"] and "problems" in figures["rows"][0]:
+            return _show_problems(figures, options)
         rows = [
             (
                 row["row"],
@@ -72,6 +74,35 @@ def compare(options) -> Any:
         table(options.plan, columns, rows, [_done(figures, options)])
 
     return figures, show
+
+
+def _show_problems(figures: dict[str, Any], options) -> None:
+    """The rows of problems with a known need of depth, a table a set."""
+    for name in figures["rows"][0]["problems"]:
+        rows = []
+        for row in figures["rows"]:
+            part = row["problems"][name]
+            rows.append(
+                (
+                    row["row"],
+                    row["seeds"],
+                    f"{row['parameters']:,}",
+                    _ranged(part["accuracy"], ".2f"),
+                    f"{part['mean_depth']:.2f}",
+                    f"{part['macs_per_token'] / 1e6:.3f}",
+                    _ranged(part["over_fixed"], "+.2f") if "over_fixed" in part else "",
+                    f"{row['train_cpu_seconds']:.0f}",
+                )
+            )
+        columns = ("model", "seeds", "parameters", "accuracy %", "loops/token", "MMACs/token",
+                   "above fixed depths, points", "training CPU s")  # fmt: skip
+        table(f"{options.plan}: {name}", columns, rows, [_done(figures, options)])
+
+
+def _ranged(value: dict[str, Any], form: str) -> str:
+    """A mean, with its interval where there is one."""
+    ends = value["interval"]
+    return f"{value['mean']:{form}}" + ("" if ends is None else f" [{ends[0]:{form}}, {ends[1]:{form}}]")
 
 
 def _show_pairs(figures: dict[str, Any], options) -> None:
