@@ -194,7 +194,7 @@ def measure_looped(folder: Path, thresholds: list[float]) -> dict[str, Any]:
         "tokens_per_cpu_second": round(figures["tokens"] / said.cpu_seconds),
     }  # fmt: skip
     if config.policy != "fixed":
-        result |= collapse(said.depths[said.depths > 0], config.min_steps, config.num_loops)
+        result |= collapse(said.depths[said.depths > 0], config.min_steps, config.num_loops, config.policy)
         knob = sweep_language(folder, thresholds, repeats=1)
         result |= {name: knob[name] for name in ("fixed", "rows", "best", "best_fixed", "target")}
     else:

@@ -214,7 +214,8 @@ def text_depths(
         "mean_depth": round(float(depth.mean()), 4),
         "frozen_gap": round(float((said.losses[:, 1:][here] - same_depth).mean()), 5),
         "histogram": shares.round(4).tolist(),
-        **(collapse(depth, knobs.get("min_steps", config.min_steps), knobs.get("max_steps", config.num_loops))
+        **(collapse(depth, knobs.get("min_steps", config.min_steps), knobs.get("max_steps", config.num_loops),
+                    config.policy)
            if config.policy != "fixed" else {"collapsed": False, "advice": None}),
         "by_topic": grouped(depth, topic, corpus.groups, document),
         "by_topic_adjusted": adjusted(depth, topic, corpus.groups, covariates, document),
