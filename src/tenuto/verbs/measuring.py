@@ -85,12 +85,11 @@ def experts(options) -> Any:
                 )
                 for number, tokens in router["specific"].items()
             ]
-            title = (
-                f"\n{spoken(name)}: entropy {router['entropy']:.3f} of 1, {len(router['dead'])} never used"
-            )
+            title = f"\n{spoken(name)}: entropy {router['entropy']:.3f} of 1"
+            dead, faint = (", ".join(map(str, router[key])) or "none" for key in ("dead", "faint"))
             notes = [
-                f"largest share {router['largest']:.2f} times an even one; below a tenth of it:"
-                f" {', '.join(map(str, router['faint'])) or 'none'}; a token says {router['information']:.3f} nats"
+                f"never used: {dead}; below a tenth of an even share: {faint}; the largest is"
+                f" {router['largest']:.2f} times an even one; a token says {router['information']:.3f} nats of its expert"
             ]
             table(title, ("expert", "usage %", "most specific tokens (PMI, nats)"), rows, notes)
             if is_sequences(options.checkpoint):
