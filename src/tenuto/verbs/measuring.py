@@ -89,7 +89,7 @@ def experts(options) -> Any:
             dead, faint = (", ".join(map(str, router[key])) or "none" for key in ("dead", "faint"))
             notes = [
                 f"never used: {dead}; below a tenth of an even share: {faint}; the largest is"
-                f" {router['largest']:.2f} times an even one; a token says {router['information']:.3f} nats of its expert"
+                f" {router['largest']:.2f} times an even one; a token says {router['information']:.3f} nats"
             ]
             table(title, ("expert", "usage %", "most specific tokens (PMI, nats)"), rows, notes)
             if is_sequences(options.checkpoint):
