@@ -11,8 +11,9 @@ lets through.
     saving     1 - adaptive / full depth, of MACs and of seconds
     realised   saving of seconds / saving of MACs
 
-Before timing, the cached decoding is checked against one pass over everything. Times are wall-clock on one thread,
-the fastest of interleaved runs.
+Before timing, the cached decoding is checked against one pass over everything. Times are wall-clock on one thread; both
+kinds take turns (in decoding, token by token), so that what slows the machine for a while slows both, and the sums are
+compared. spread: of `realised` over the repeats, lowest and highest.
 """
 
 import argparse
@@ -70,24 +71,34 @@ def spread(count: int, loops: int) -> Tensor:
     ]
 
 
-def prefill(model: LoopedForCausalLM, ids: Tensor, plan: Tensor) -> tuple[float, int]:
-    """Seconds and MACs of one pass without a cache."""
-    model.stack.policy.plan = plan
-    start = time.perf_counter()
-    out = model(ids, use_cache=False, logits_to_keep=1)
-    return time.perf_counter() - start, macs(out.compute)
+Took = dict[str, tuple[float, int, Tensor | None]]  # by kind: seconds, MACs, logits of the last token
 
 
-def decode(model: LoopedForCausalLM, ids: Tensor, context: int, plan: Tensor) -> tuple[float, int, Tensor]:
-    """Seconds and MACs of decoding ids[:, context:] one by one; the logits of the last token."""
-    model.stack.policy.plan = plan[:, :context].reshape(-1)
-    out = model(ids[:, :context], use_cache=True, logits_to_keep=1)
-    total, start = 0, time.perf_counter()
+def prefill(model: LoopedForCausalLM, ids: Tensor, plans: dict[str, Tensor]) -> Took:
+    """One pass over ids without a cache, at the depths of each plan [B, T]."""
+    took: Took = {}
+    for kind, plan in plans.items():
+        model.stack.policy.plan = plan.reshape(-1)
+        start = time.perf_counter()
+        out = model(ids, use_cache=False, logits_to_keep=1)
+        took[kind] = time.perf_counter() - start, macs(out.compute), None
+    return took
+
+
+def decode(model: LoopedForCausalLM, ids: Tensor, context: int, plans: dict[str, Tensor]) -> Took:
+    """Decoding of ids[:, context:] one by one at the depths of each plan [B, T], the plans taking turns."""
+    outs, seconds, total = {}, dict.fromkeys(plans, 0.0), dict.fromkeys(plans, 0)
+    for kind, plan in plans.items():
+        model.stack.policy.plan = plan[:, :context].reshape(-1)
+        outs[kind] = model(ids[:, :context], use_cache=True, logits_to_keep=1)
     for place in range(context, ids.shape[1]):
-        model.stack.policy.plan = plan[:, place]
-        out = model(ids[:, place : place + 1], cache=out.cache)
-        total += macs(out.compute)
-    return time.perf_counter() - start, total, out.logits[:, -1]
+        for kind in list(plans)[:: 1 if place % 2 else -1]:
+            model.stack.policy.plan = plans[kind][:, place]
+            start = time.perf_counter()
+            outs[kind] = model(ids[:, place : place + 1], cache=outs[kind].cache)
+            seconds[kind] += time.perf_counter() - start
+            total[kind] += macs(outs[kind].compute)
+    return {kind: (seconds[kind], total[kind], out.logits[:, -1]) for kind, out in outs.items()}
 
 
 def macs(ledger) -> int:
@@ -102,7 +113,7 @@ def check() -> None:
     plan = spread(120, 8).view(6, 20)
     model.stack.policy.plan = plan.reshape(-1)
     want = model(ids, use_cache=False).logits[:, -1]
-    _, _, got = decode(model, ids, 8, plan)
+    _, _, got = decode(model, ids, 8, {"any": plan})["any"]
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
@@ -111,37 +122,30 @@ def bench(repeats: int, tokens: int, context: int, new: int) -> dict:
     """The figures."""
     check()
     model, loops = build(), SHAPE["num_loops"]
-    text = torch.randint(3, 4096, (1, tokens))
-    cases = {f"prefill of {tokens} tokens": lambda plan: prefill(model, text, plan(tokens).reshape(-1))}
-    for rows in (64, 16):
-        ids = torch.randint(3, 4096, (rows, context + new))
-
-        def run(plan, ids=ids):
-            return decode(model, ids, context, plan(ids.numel()).view(ids.shape))[:2]
-
-        cases[f"decoding of {rows} rows"] = run
-    plans = {
-        "adaptive": lambda count: spread(count, loops),
-        "full": lambda count: torch.full((count,), loops),
+    shapes = {
+        f"prefill of {tokens} tokens": (1, tokens),
+        f"prefill of {tokens // 8} tokens": (1, tokens // 8),
     }
+    shapes |= {f"decoding of {rows} rows": (rows, context + new) for rows in (64, 16)}
     figures = {}
-    for name, case in cases.items():
-        times: dict[str, list[float]] = {plan: [] for plan in plans}
-        cost = {}
-        for _ in range(repeats):
-            for kind, plan in plans.items():
-                seconds, cost[kind] = case(plan)
-                times[kind].append(seconds)
-        saved = {
-            "macs": 1 - cost["adaptive"] / cost["full"],
-            "seconds": 1 - min(times["adaptive"]) / min(times["full"]),
-        }
+    for name, shape in shapes.items():
+        ids = torch.randint(3, 4096, shape)
+        plans = {"adaptive": spread(ids.numel(), loops).view(shape), "full": torch.full(shape, loops)}
+        runs = [
+            prefill(model, ids, plans) if name.startswith("prefill") else decode(model, ids, context, plans)
+            for _ in range(repeats)
+        ]
+        saved_macs = 1 - runs[0]["adaptive"][1] / runs[0]["full"][1]
+        each = [(1 - run["adaptive"][0] / run["full"][0]) / saved_macs for run in runs]
+        seconds = {kind: sum(run[kind][0] for run in runs) / repeats for kind in plans}
+        saved = 1 - seconds["adaptive"] / seconds["full"]
         figures[name] = {
-            "saving_macs": round(saved["macs"], 4),
-            "saving_seconds": round(saved["seconds"], 4),
-            "realised": round(saved["seconds"] / saved["macs"], 4),
-            "seconds_full": round(min(times["full"]), 3),
-            "seconds_adaptive": round(min(times["adaptive"]), 3),
+            "saving_macs": round(saved_macs, 4),
+            "saving_seconds": round(saved, 4),
+            "realised": round(saved / saved_macs, 4),
+            "spread": [round(min(each), 4), round(max(each), 4)],
+            "seconds_full": round(seconds["full"], 3),
+            "seconds_adaptive": round(seconds["adaptive"], 3),
         }
         print(name, figures[name], file=sys.stderr, flush=True)
     return figures
