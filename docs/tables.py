@@ -175,6 +175,13 @@ def isoflops(name: str) -> str:
     return "\n".join(lines)
 
 
+def routed(name: str) -> str:
+    """The README's short figure of one routed row."""
+    rows = {row["row"]: row for row in figures_of("routed/stories")["rows"]}
+    row, equal = rows[name], rows["dense, without the fifth layer"]
+    return f"{row['loss']:.3f} (dense {rows['dense']['loss']:.3f}, dense of equal MACs {equal['loss']:.3f})"
+
+
 def headline(name: str) -> str:
     """The looped model of `tenuto isoflops` at every fixed depth and threshold, means over its seeds."""
     some = [one for one in figures_of(name)["results"] if one["member"] == "looped"]
@@ -354,6 +361,7 @@ MAKERS = {
     "compare": compare,
     "isoflops": isoflops,
     "headline": headline,
+    "routed": routed,
     "target": target,
     "matrix": matrix,
     "grid": grid,
