@@ -74,11 +74,11 @@ def spread(count: int, loops: int) -> Tensor:
 Took = dict[str, tuple[float, int, Tensor | None]]  # by kind: seconds, MACs, logits of the last token
 
 
-def prefill(model: LoopedForCausalLM, ids: Tensor, plans: dict[str, Tensor]) -> Took:
-    """One pass over ids without a cache, at the depths of each plan [B, T]."""
+def prefill(model: LoopedForCausalLM, ids: Tensor, plans: dict[str, Tensor], turn: int) -> Took:
+    """One pass over ids without a cache, at the depths of each plan [B, T]; who is first changes with `turn`."""
     took: Took = {}
-    for kind, plan in plans.items():
-        model.stack.policy.plan = plan.reshape(-1)
+    for kind in list(plans)[:: 1 if turn % 2 else -1]:
+        model.stack.policy.plan = plans[kind].reshape(-1)
         start = time.perf_counter()
         out = model(ids, use_cache=False, logits_to_keep=1)
         took[kind] = time.perf_counter() - start, macs(out.compute), None
@@ -132,8 +132,10 @@ def bench(repeats: int, tokens: int, context: int, new: int) -> dict:
         ids = torch.randint(3, 4096, shape)
         plans = {"adaptive": spread(ids.numel(), loops).view(shape), "full": torch.full(shape, loops)}
         runs = [
-            prefill(model, ids, plans) if name.startswith("prefill") else decode(model, ids, context, plans)
-            for _ in range(repeats)
+            prefill(model, ids, plans, turn)
+            if name.startswith("prefill")
+            else decode(model, ids, context, plans)
+            for turn in range(repeats)
         ]
         saved_macs = 1 - runs[0]["adaptive"][1] / runs[0]["full"][1]
         each = [(1 - run["adaptive"][0] / run["full"][0]) / saved_macs for run in runs]

@@ -202,7 +202,9 @@ def headline(name: str) -> str:
 
 def target(name: str) -> str:
     """What the looped model's threshold for at most 0.5% more loss, chosen on half of the documents, does on the rest."""
-    some = [one["target"] for one in figures_of(name)["results"] if one["member"] == "looped"]
+    some = [
+        one["target"] for one in figures_of(name)["results"] if one["member"] == "looped" and one["target"]
+    ]
     mean = {
         key: sum(one[key] for one in some) / len(some)
         for key in ("macs_share", "loss_percent", "saved_over_fixed")
@@ -261,26 +263,25 @@ def exponent(name: str) -> str:
 
 
 def problems(name: str) -> str:
-    """Rows of `tenuto compare` on problems: accuracy by set, and what halting adds to fixed depths of the same MACs."""
+    """Rows of `tenuto compare` on problems, set by set: accuracy, loops, MACs, and what halting adds to fixed depths."""
     figures = figures_of(name)["rows"]
-    sets = list(figures[0]["problems"])
     lines = [
-        f"| model | seeds | {' | '.join(f'{one} %' for one in sets)} | loops/token | MMACs/token | above fixed depths |",
-        "|---" * (5 + len(sets)) + "|",
+        "| set | model | seeds | accuracy % | loops/token | MMACs/token | above fixed depths, points |",
+        "|---" * 7 + "|",
     ]
 
     def ranged(value: dict, form: str) -> str:
         ends = value["interval"]
         return f"{value['mean']:{form}}" + ("" if ends is None else f" [{ends[0]:{form}}, {ends[1]:{form}}]")
 
-    for row in figures:
-        first = row["problems"][sets[0]]
-        over = ranged(first["over_fixed"], "+.1f") if "over_fixed" in first else ""
-        accuracy = " | ".join(ranged(row["problems"][one]["accuracy"], ".1f") for one in sets)
-        lines.append(
-            f"| {row['row']} | {row['seeds']} | {accuracy} | {first['mean_depth']:.2f}"
-            f" | {first['macs_per_token'] / 1e6:.3f} | {over} |"
-        )
+    for part in figures[0]["problems"]:
+        for row in figures:
+            one = row["problems"][part]
+            over = ranged(one["over_fixed"], "+.1f") if "over_fixed" in one else ""
+            lines.append(
+                f"| {part} | {row['row']} | {row['seeds']} | {ranged(one['accuracy'], '.1f')}"
+                f" | {one['mean_depth']:.2f} | {one['macs_per_token'] / 1e6:.3f} | {over} |"
+            )
     return "\n".join(lines)
 
 

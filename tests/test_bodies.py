@@ -630,8 +630,10 @@ def test_information_between_expert_and_loop():
     assert expert_loop_information([record(1, 0, 1), record(2, 0, 1)], 2) == pytest.approx(0, abs=1e-12)
     alone = [record(1, 0, 0), record(2, 1, 1), record(1, 0), record(2, 1)]
     assert expert_loop_information(alone, 3) == pytest.approx(math.log(2))
-    with pytest.raises(ValueError, match="ffn_experts"):
-        expert_loop_information([], 4)
+    heads = [(loop, "core.0.attention", *rest) for loop, _, *rest in alone]
+    assert expert_loop_information(heads, 3, "attention") == pytest.approx(math.log(2))
+    with pytest.raises(ValueError, match="no feed_forward router"):
+        expert_loop_information(heads, 3)
 
 
 @pytest.mark.parametrize("body", ["gla", "memory"])

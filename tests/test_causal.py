@@ -1090,3 +1090,14 @@ def test_wrong_combinations_of_fields_name_both(fields, sentence):
     """A config that cannot work says why when it is made."""
     with pytest.raises(Exception, match=sentence):
         LoopedConfig(**{**SMALL, **fields})
+
+
+def test_a_compiled_call_keeps_its_cache():
+    """Whether documents are packed depends on values, which a graph does not know: it takes positions as given."""
+    model = LoopedForCausalLM(LoopedConfig(**SMALL)).eval()
+    ids, places = torch.randint(3, 32, (2, 6)), torch.arange(6).repeat(2, 1)
+    with torch.no_grad():
+        want = model(ids, position_ids=places, use_cache=True)
+        got = torch.compile(model, backend="eager")(ids, position_ids=places, use_cache=True)
+    assert got.cache is not None and want.cache is not None
+    torch.testing.assert_close(got.logits, want.logits)

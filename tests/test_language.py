@@ -110,6 +110,62 @@ def test_frontier_is_what_fixed_depths_reach():
     assert frontier([(1, 3.0), (2, 1.5), (3, 1.0)]) == ([1, 2, 3], [3.0, 1.5, 1.0])
 
 
+def test_spread_thresholds_run_shares_of_the_loops(trained):
+    from tenuto.calibrate import only_rows, spread_thresholds
+    from tenuto.evaluate import load
+
+    model = load(trained).model
+    corpus = only_rows(corpus_of(load(trained)), np.arange(6))
+    found = spread_thresholds(model, corpus, shares=(0.75, 0.25), rounds=8)
+    assert found == sorted(found, reverse=True) and 1 <= len(found) <= 2
+    for threshold, share in zip(found, (0.75, 0.25), strict=False):
+        # the highest of its grid that runs no more than the share, from one loop to four
+        assert measure(model, corpus, threshold=threshold).mean_depth <= 1 + 3 * share + 1e-6
+        assert (
+            measure(model, corpus, threshold=min(1.0, threshold + 2**-8)).mean_depth >= 1 + 3 * share - 1e-6
+        )
+
+
+def test_frozen_gap_is_what_stopped_tokens_cost_the_others(trained, capsys):
+    nobody = answer(capsys, "depths", str(trained), "--threshold", "1")
+    assert nobody["frozen_gap"] == 0.0
+    some = answer(capsys, "depths", str(trained), "--threshold", "0.5")
+    from tenuto.evaluate import load
+    from tenuto.text_depths import losses_by_depth
+
+    loaded = load(trained)
+    corpus = corpus_of(loaded)
+    said, by_depth = measure(loaded.model, corpus, threshold=0.5), losses_by_depth(loaded.model, corpus)
+    gaps = [
+        said.losses[row, place] - by_depth[row, place, said.depths[row, place - 1] - 1]
+        for row, place in np.argwhere(~np.isnan(said.losses))
+    ]
+    assert some["frozen_gap"] == pytest.approx(np.mean(gaps), abs=2e-5)
+
+
+def test_looped_members_stand_beside_their_best_depth():
+    from tenuto.isoflops import members_table
+
+    def looped(seed, losses, own):
+        fixed = [{"max_steps": d, "loss": loss, "macs_per_token": 10 * d} for d, loss in enumerate(losses, 1)]
+        best = min(fixed, key=lambda one: one["loss"])
+        return {"member": "looped", "seed": seed, "loops": 2, "parameters": 5, "train_cpu_seconds": 1.0, "loss": own,
+                "macs_per_token": 15, "fixed": fixed, "best_fixed": best, "best": {"threshold": 0.5}}  # fmt: skip
+
+    dense = {"member": "dense", "loops": 1, "parameters": 5, "train_cpu_seconds": 1.0, "macs_per_token": 9}
+    some = [looped(0, [3.0, 4.0], 3.5), looped(1, [6.0, 5.0], 5.5), {**dense, "seed": 0, "loss": 2.0},
+            {**dense, "seed": 1, "loss": 4.5}]  # fmt: skip
+    rows = {row["member"]: row for row in members_table(some)}
+    assert rows["looped, full depth"]["loss"] == 4.5 and rows["looped, best depth"]["loss"] == 4.0
+    assert (
+        rows["looped, adaptive"]["minus_looped"] == 0.5 and rows["looped, adaptive"]["macs_per_token"] == 15
+    )
+    assert rows["dense"]["minus_looped"] == -0.75 and rows["looped, best depth"]["minus_looped"] == 0
+    low, high = rows["dense"]["minus_looped_interval"]
+    # Student's t of one degree of freedom: half of 12.706 x 0.5
+    assert (low + high) / 2 == pytest.approx(-0.75) and high - low == pytest.approx(12.706 * 0.5, abs=1e-3)
+
+
 def test_a_fixed_depth_of_a_policy_that_mixes_is_the_mixture():
     """Nobody stops, yet what is read is the mixture of states that it was trained with, not the last state."""
     from tenuto.language import at_depth

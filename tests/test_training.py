@@ -89,6 +89,38 @@ def test_muon_takes_the_block_matrices_and_nothing_else():
     assert not any("router" in name or "policy" in name for name in taken)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "constant", "reduce_lr_on_plateau"])
+def test_an_exit_head_learns_at_the_rate_of_its_own_phase(tmp_path, kind):
+    """It starts when the others' rate is nearly spent: its own is whole until then and falls to 0 over its phase."""
+    from transformers import TrainingArguments
+
+    from tenuto.recipe import Recipe, Schedule
+
+    model = build(preset("looped-tiny", policy="exit_head", num_coda_layers=0), "causal")
+    recipe = Recipe(head="causal", preset="looped-tiny", schedule=Schedule(halting_from=0.8), training={})
+    trainer = object.__new__(AdaptiveTrainer)
+    trainer.recipe, trainer.model, trainer.optimizer, trainer.lr_scheduler = recipe, model, None, None
+    trainer.args = TrainingArguments(
+        output_dir=tmp_path, learning_rate=0.1, lr_scheduler_type=kind, max_steps=10, eval_strategy="steps"
+    )
+    trainer.callback_handler, trainer._created_lr_scheduler, trainer.model_wrapped = None, False, model
+    trainer.optimizer_cls_and_kwargs = None
+    trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(10, trainer.optimizer)
+    late = [group for group in trainer.optimizer.param_groups if group["late"]]
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    held = {names[id(weight)] for group in late for weight in group["params"]}
+    assert held == {name for name in names.values() if ".policy." in name}
+    if kind == "reduce_lr_on_plateau":
+        return  # has no rates of groups to change
+    rates = []
+    for _ in range(10):
+        trainer.optimizer.step()
+        scheduler.step()
+        rates.append(late[0]["lr"])
+    assert rates == pytest.approx([0.1] * 8 + [0.05, 0.0])
+
+
 @pytest.mark.parametrize("name, config", [
     ("looped-tiny", {"loop_scale": True, "input_injection": "decay", "ffn_experts": 4}),
     ("looped-tiny", {"mixer": "gated_delta", "memory_chunk": 4}),

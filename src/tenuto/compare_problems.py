@@ -51,8 +51,8 @@ def problems_lines(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By row and set, as `reading` reads each seed's model: accuracy with its interval, MACs, loops; of halting
     models, `over_fixed`: points of accuracy above what fixed depths reach with the same MACs.
 
-    Fixed depths are those of every model of the plan, halting ones included, means over seeds; between two, the
-    straight line (`frontier`).
+    Fixed depths are those of every model of the plan, halting ones included, means over their seeds; between two, the
+    straight line (`frontier`). The interval is of the halting model's seeds: that of the yardstick is not in it.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for one in results:
@@ -87,12 +87,13 @@ def problems_lines(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def reading(quality: dict[str, Any], part: str) -> dict[str, Any]:
-    """How a model is read on a set: at the cheapest threshold, or of a fixed model depth, whose accuracy on the
-    validation problems is within `TOLERANCE` points of the best.
+    """How a model is read on a set: one of fixed depth at all its loops, a halting one at the cheapest threshold whose
+    accuracy on the validation problems is within `TOLERANCE` points of the best.
     """
-    kind = "rows" if quality["validation"]["rows"] else "fixed"
-    seen = quality["validation"][kind]
+    seen = quality["validation"]["rows"]
+    if not seen:
+        return quality[part]["fixed"][-1]
     enough = max(row["accuracy"] for row in seen) - TOLERANCE
     allowed = [place for place, row in enumerate(seen) if row["accuracy"] >= enough]
     place = min(allowed, key=lambda place: seen[place]["macs_per_token"])
-    return quality[part][kind][place]
+    return quality[part]["rows"][place]

@@ -119,8 +119,9 @@ def _choices(prefix: str, stack, routing: Sequence[tuple], ids_BT: torch.Tensor)
         yield module, apart or step == 1, ids[places.cpu().numpy()], experts.cpu().numpy()
 
 
-def expert_loop_information(routing: Sequence[tuple], experts: int) -> float:
-    """Mutual information of expert and loop in nats, of the feed-forward experts of a looped model's core.
+def expert_loop_information(routing: Sequence[tuple], experts: int, part: str = "feed_forward") -> float:
+    """Mutual information of expert and loop in nats, of the experts of a part ("feed_forward", "attention") of a looped
+    model's core.
 
         I = sum_el p(e, l) log p(e, l) / (p(e) p(l))         0: loops choose alike; at most log E, log L
 
@@ -130,13 +131,13 @@ def expert_loop_information(routing: Sequence[tuple], experts: int) -> float:
     """
     tables: dict[str, dict[int, torch.Tensor]] = {}
     for loop, module, _, chosen, _ in routing:
-        if module.startswith("core.") and module.endswith("feed_forward"):
+        if module.startswith("core.") and module.endswith(part):
             loops = tables.setdefault(module, {})
             counts = torch.bincount(chosen.flatten(), minlength=experts)
             loops[loop] = loops[loop] + counts if loop in loops else counts
     if not tables:
         raise ValueError(
-            "The records hold no feed-forward router of a core: ffn_experts is 1, or it is not looped."
+            f"The records hold no {part} router of a core: it has one expert, or the model is not looped."
         )
     information = total = 0.0
     for loops in tables.values():

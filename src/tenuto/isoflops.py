@@ -198,7 +198,7 @@ def readings(one: dict[str, Any]) -> list[dict[str, Any]]:
         return [one]
     full, best = one["fixed"][-1], one["best_fixed"]
     lines = [{**one, **full, "member": f"{one['member']}, full depth"}]
-    if best is not None and best["max_steps"] != full["max_steps"]:
+    if best is not None:
         # the depth was chosen on half of the documents; here is its loss on all, as the others have it
         lines.append({**one, **one["fixed"][best["max_steps"] - 1], "member": f"{one['member']}, best depth"})
     if one.get("best"):
@@ -214,8 +214,8 @@ def members_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = [line for one in results if one["member"] != "grid" for line in readings(one)]
     yardstick: dict[int, float] = {}
     for line in lines:
-        if line["member"] in ("looped, full depth", "looped, best depth"):
-            yardstick[line["seed"]] = min(line["loss"], yardstick.get(line["seed"], np.inf))
+        if line["member"] == "looped, best depth":
+            yardstick[line["seed"]] = line["loss"]
     rows = []
     for name in dict.fromkeys(line["member"] for line in lines):
         some = [line for line in lines if line["member"] == name]

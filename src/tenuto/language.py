@@ -339,10 +339,10 @@ def sweep_language(
     fit, test = halves(corpus)
     if len(fit) and len(test):
         # the largest of several is too good by chance: it is judged on documents it was not chosen on
-        knobs, limit = range(full, len(passes)), 1.005 * depths[-1].on(fit).loss
+        knobs, most = range(full, len(passes)), 1.005 * depths[-1].on(fit).loss
         chosen["best"] = row(max(knobs, key=lambda place: saved(passes[place], depths, fit)), test)
         chosen["best_fixed"] = row(min(range(full), key=lambda place: depths[place].on(fit).loss), test)
-        allowed = [place for place in knobs if passes[place].on(fit).loss <= limit]
+        allowed = [place for place in knobs if passes[place].on(fit).loss <= most]
         if allowed:
             chosen["target"] = row(min(allowed, key=lambda place: passes[place].on(fit).macs), test)
     every = [row(place, everything) for place in range(len(passes))]

@@ -155,7 +155,7 @@ def run_cell(
         same_recipe(cell.recipe, folder)
     if file.is_file():
         result = json.loads(file.read_text())
-        if all(result[name] == value for name, value in settings.items()):
+        if all(result.get(name) == value for name, value in settings.items()):
             return result
     if (folder / "training.json").is_file():
         trained = json.loads((folder / "training.json").read_text())
@@ -238,9 +238,7 @@ def expert_loops(model, corpus) -> dict[str, float]:
         routing = model(**rows, use_cache=False, output_routing=True).routing
     experts = {"attention": model.config.attention_experts, "feed_forward": model.config.ffn_experts}
     return {
-        part: round(
-            float(expert_loop_information([one for one in routing if one[1].endswith(part)], count)), 4
-        )
+        part: round(float(expert_loop_information(routing, count, part)), 4)
         for part, count in experts.items()
         if count > 1
     }

@@ -112,7 +112,9 @@ class Schedule:
 
     operators_from, operators_until: the curriculum admits pairs of `operators_from` operators (problems of that
     depth) at first and all of them from the share `operators_until` on, rising evenly. halting_from: until then every
-    token runs every step. act_warmup: the share over which the weight of L_ACT rises from 0, counted from halting_from.
+    token runs every step; an exit head learns from then on, at a rate that falls evenly from the whole one to 0 over
+    that phase, whatever the schedule of the others. act_warmup: the share over which the weight of L_ACT rises from 0,
+    counted from halting_from.
     """
 
     operators_from: int = 2

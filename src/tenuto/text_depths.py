@@ -176,8 +176,9 @@ def text_depths(
     """Depth by topic (raw, and adjusted for loss at depth 1, frequency and position), kind, band, position; oracle.
 
     rules: every exit rule that can read the model as well, against the oracle and the best fixed depths. frozen_gap:
-    loss as run minus the loss of the same depths where nobody stops early, token by token: what reading the keys and
-    values of stopped tokens costs. Knobs: threshold, min_steps, max_steps.
+    loss as run minus the loss of the same depths where nobody stops early, token by token: what it costs that others
+    stopped (their keys and values, and what a coda reads of them, are those of their last loop).
+    Knobs: threshold, min_steps, max_steps.
     """
     loaded = load(checkpoint, policy)
     model, config = loaded.model, loaded.model.config
@@ -203,7 +204,9 @@ def text_depths(
     position_band = np.searchsorted([high for _, high in POSITIONS[:-1]], position, side="right")
     covariates = np.stack([first_loss, np.log(counts[ids[:, :-1][here]]), np.log1p(position)], 1)
     oracle = losses.argmin(-1) + 1
-    same_depth = np.take_along_axis(losses, depth.astype(int)[:, None] - 1, -1)[:, 0]
+    same_depth = np.take_along_axis(losses, np.minimum(depth.astype(int), config.num_loops)[:, None] - 1, -1)[
+        :, 0
+    ]
     fifths = [f"fifth {number + 1} of 5" for number in range(5)]
     shares = np.bincount(depth.astype(int), minlength=config.num_loops + 1)[1:] / len(depth)
     figures: dict[str, Any] = {
@@ -246,7 +249,7 @@ def exit_rules(checkpoint, config, limit: int | None) -> list[dict[str, Any]]:
     """Every rule that can read the model: the threshold that does best against fixed depths on one half of the
     documents, what it saves on the other, and how much of that half's headroom that is.
 
-    Every rule is tried at thresholds of its own, which stop shares of the tokens (`spread_thresholds`): a confidence
+    Every rule is tried at thresholds of its own, which run shares of the loops (`spread_thresholds`): a confidence
     between 0.48 and 0.51 and one above 0.95 have no grid in common. ValueError with too few documents to be halved.
     """
     readable = [rule for rule in RULES if not (config.num_coda_layers and rule in ("kl", "margin"))]

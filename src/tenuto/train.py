@@ -74,9 +74,10 @@ class AdaptiveTrainer(Trainer):
         def falling(step: int) -> float:
             return min(1.0, max(0.0, (num_training_steps - step) / max(1.0, num_training_steps - first)))
 
-        for place, group in enumerate(self.optimizer.param_groups):
-            if group.get("late"):
-                scheduler.lr_lambdas[place] = falling
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            for place, group in enumerate(self.optimizer.param_groups):
+                if group.get("late"):
+                    scheduler.lr_lambdas[place] = falling
         return scheduler
 
     def knobs(self) -> dict:

@@ -323,6 +323,9 @@ def _packed(position_ids: Tensor | None, attention_mask: Any, past: int | Tensor
     """Whether another document begins among the tokens of a call, or with its first one after `past` cached ones."""
     if position_ids is None or attention_mask is not None:
         return False
+    if torch.compiler.is_compiling():
+        # what a graph does must not depend on the positions' values
+        return False
     # as transformers' masks tell documents apart
     if find_packed_sequence_indices(position_ids) is not None:
         return True
