@@ -329,7 +329,7 @@ def test_calibrate_finds_the_smallest_capacity(copy, texts, capsys):
     saved = json.loads((copy / "config.json").read_text())["capacity"]
     loaded = load(copy)
     corpus = corpus_of(loaded)
-    fit, test = (calibrate._rows(corpus, rows) for rows in halves(corpus))
+    fit, test = (calibrate.only_rows(corpus, rows) for rows in halves(corpus))
     most = 1.01 * measure(loaded.model, fit, selection="dense").loss
 
     def loss(capacity):
