@@ -36,7 +36,11 @@ PLANS = {
     "translation": ROOT / "recipes/translation/ablations.yaml",
 }
 # begin with models that are not here
-ABSENT = {ROOT / "recipes/routed/smollm2.yaml", ROOT / "recipes/routed/own.yaml", ROOT / "recipes/routed/own-base.yaml"}
+ABSENT = {
+    ROOT / "recipes/routed/smollm2.yaml",
+    ROOT / "recipes/routed/own.yaml",
+    ROOT / "recipes/routed/own-base.yaml",
+}
 RECIPES = sorted(set(ROOT.glob("recipes/**/*.yaml")) - {*PLANS.values(), *ABSENT})
 
 
