@@ -126,6 +126,12 @@ def _interval(ends: list[float] | None) -> str:
     return "" if ends is None else f" [{ends[0]:+.4f}, {ends[1]:+.4f}]"
 
 
+def _ranged(value: dict, form: str) -> str:
+    """A mean, with its interval where it has one."""
+    ends = value["interval"]
+    return f"{value['mean']:{form}}" + ("" if ends is None else f" [{ends[0]:{form}}, {ends[1]:{form}}]")
+
+
 def compare(name: str) -> str:
     """Rows of `tenuto compare`: means over seeds, ± the standard deviation."""
     figures = figures_of(name)
@@ -270,16 +276,12 @@ def problems(name: str) -> str:
         "|---" * 7 + "|",
     ]
 
-    def ranged(value: dict, form: str) -> str:
-        ends = value["interval"]
-        return f"{value['mean']:{form}}" + ("" if ends is None else f" [{ends[0]:{form}}, {ends[1]:{form}}]")
-
     for part in figures[0]["problems"]:
         for row in figures:
             one = row["problems"][part]
-            over = ranged(one["over_fixed"], "+.1f") if "over_fixed" in one else ""
+            over = _ranged(one["over_fixed"], "+.1f") if "over_fixed" in one else ""
             lines.append(
-                f"| {part} | {row['row']} | {row['seeds']} | {ranged(one['accuracy'], '.1f')}"
+                f"| {part} | {row['row']} | {row['seeds']} | {_ranged(one['accuracy'], '.1f')}"
                 f" | {one['mean_depth']:.2f} | {one['macs_per_token'] / 1e6:.3f} | {over} |"
             )
     return "\n".join(lines)
@@ -308,14 +310,10 @@ def topics(name: str) -> str:
         "|---" * 6 + "|",
     ]
 
-    def ranged(row: dict) -> str:
-        low, high = row["interval"]
-        return f"{row['mean']:.3f} [{low:.3f}, {high:.3f}]"
-
     for topic, row in figures["by_topic"].items():
         lines.append(
-            f"| {topic} | {row['tokens']:,} | {ranged(row)} | {row.get('effect', 0.0):+.2f}"
-            f" | {ranged(figures['by_topic_adjusted'][topic])} | {ranged(figures['oracle']['by_topic'][topic])} |"
+            f"| {topic} | {row['tokens']:,} | {_ranged(row, '.3f')} | {row.get('effect', 0.0):+.2f}"
+            f" | {_ranged(figures['by_topic_adjusted'][topic], '.3f')} | {_ranged(figures['oracle']['by_topic'][topic], '.3f')} |"
         )
     return "\n".join(lines)
 

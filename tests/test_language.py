@@ -11,7 +11,8 @@ import yaml
 from tenuto.cli import main
 from tenuto.collapse import collapse
 from tenuto.isoflops import Iso, cells_of, fit_exponent, training_macs
-from tenuto.language import corpus_of, difference, measure, sweep_language
+from tenuto.language import corpus_of, measure
+from tenuto.language_sweep import difference, sweep_language
 from tenuto.matrix import ledger_macs
 from tenuto.text_depths import adjusted, bands, grouped, spearman, token_kinds
 
@@ -103,7 +104,7 @@ def test_sweep_lists_fixed_depths_and_thresholds(trained, capsys):
 
 def test_frontier_is_what_fixed_depths_reach():
     """A depth that costs more and loses more is nobody's yardstick; nor is one above a line between two others."""
-    from tenuto.language import frontier
+    from tenuto.language_sweep import frontier
 
     assert frontier([(1, 3.0), (2, 2.0), (3, 2.5), (4, 2.2)]) == ([1, 2], [3.0, 2.0])
     assert frontier([(1, 3.0), (2, 2.9), (3, 1.0)]) == ([1, 3], [3.0, 1.0])
@@ -168,7 +169,7 @@ def test_looped_members_stand_beside_their_best_depth():
 
 def test_a_fixed_depth_of_a_policy_that_mixes_is_the_mixture():
     """Nobody stops, yet what is read is the mixture of states that it was trained with, not the last state."""
-    from tenuto.language import at_depth
+    from tenuto.language_sweep import at_depth
     from tenuto.presets import build, preset
 
     torch.manual_seed(0)
@@ -456,7 +457,7 @@ def test_spearman_is_of_ranks():
 def test_the_best_threshold_is_judged_on_other_documents(trained):
     """`best` is the one that saves most on the first half; its figure is the second half's."""
     from tenuto.evaluate import load
-    from tenuto.language import halves, saved
+    from tenuto.language_sweep import halves, saved
 
     loaded = load(trained)
     corpus, model = corpus_of(loaded), loaded.model
@@ -510,7 +511,7 @@ def test_calibrate_meets_its_target_on_other_documents_and_saves(trained, capsys
     import shutil
 
     from tenuto.evaluate import load
-    from tenuto.language import halves
+    from tenuto.language_sweep import halves
 
     corpus = corpus_of(load(trained))
     fit, test = (corpus.document[rows] for rows in halves(corpus))

@@ -19,7 +19,8 @@ from tenuto import calibrate, harness
 from tenuto.cli import main
 from tenuto.evaluate import load
 from tenuto.forward import check_knobs, run
-from tenuto.language import corpus_of, halves, measure, realised
+from tenuto.language import corpus_of, measure, realised
+from tenuto.language_sweep import halves
 from tenuto.routed_depths import says
 from tenuto.routed_page import _verdict, measure_routed, routed_page
 from tenuto.shift import shift, shift_of

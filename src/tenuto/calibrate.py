@@ -15,7 +15,8 @@ import torch
 from .data.text import Packed, read_corpus
 from .data.text_documents import Source
 from .evaluate import Loaded, load
-from .language import Corpus, Measured, at_depth, corpus_of, difference, halves, measure
+from .language import Corpus, Measured, corpus_of, measure
+from .language_sweep import at_depth, difference, halves
 
 ASKED = (0.25, 0.5, 0.75, 0.9)
 TOKENS, LENGTH = 25_000, 512  # at most, of text that no recipe names; tokens of a row of it

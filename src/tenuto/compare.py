@@ -114,7 +114,8 @@ def measure_cell(
     problems every setting by set.
     """
     from .evaluate import load
-    from .language import corpus_of, measure, realised, summary, sweep_language
+    from .language import corpus_of, measure, realised, summary
+    from .language_sweep import sweep_language
 
     loaded = load(folder)
     # problems: those of the trained depths

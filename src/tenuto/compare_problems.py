@@ -12,7 +12,8 @@ import numpy as np
 
 from .evaluate import load
 from .intervals import student
-from .language import at_depth, corpus_of, frontier, measure
+from .language import corpus_of, measure
+from .language_sweep import at_depth, frontier
 
 TOLERANCE = 0.5  # points of accuracy on the validation problems that a threshold may cost
 

@@ -30,7 +30,7 @@ def measure_language(
     import json
 
     from .evaluate import load
-    from .language import sweep_language
+    from .language_sweep import sweep_language
     from .report import made_by
     from .text_depths import text_depths
     from .written import write

@@ -182,7 +182,8 @@ def measure_looped(folder: Path, thresholds: list[float]) -> dict[str, Any]:
     """Held-out figures of a looped model: by its own rule, at every fixed depth, at the thresholds."""
     from .collapse import collapse
     from .evaluate import load
-    from .language import corpus_of, measure, summary, sweep_language
+    from .language import corpus_of, measure, summary
+    from .language_sweep import sweep_language
 
     loaded = load(folder)
     corpus, config = corpus_of(loaded), loaded.model.config
@@ -208,7 +209,8 @@ def fixed_depths(model, corpus) -> dict[str, Any]:
     """`fixed`: loss and MACs of every depth 1..L, all tokens alike. `best_fixed`: the best one on one half of the
     documents, with its loss on the other half.
     """
-    from .language import halves, measure
+    from .language import measure
+    from .language_sweep import halves
 
     passes = [measure(model, corpus, max_steps=depth) for depth in range(1, model.config.num_loops + 1)]
     rows = [

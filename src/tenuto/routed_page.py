@@ -17,8 +17,9 @@ from .calibrate import ASKED, shares_of
 from .compare import agreement
 from .evaluate import load
 from .figures import ACCENT, INK, LINE, MUTED, SECOND, _axes, draw
-from .language import Corpus, Measured, corpus_of, measure, sweep_capacity
+from .language import Corpus, Measured, corpus_of, measure
 from .language_page import PROMPTS
+from .language_sweep import sweep_capacity
 from .page import _css, _figure, _grid, _p, _section, _table, _training
 from .report import made_by
 from .routed_depths import PARTS, executed_by

@@ -19,7 +19,8 @@ import numpy as np
 from .calibrate import only_rows, spread_thresholds
 from .collapse import collapse
 from .evaluate import load
-from .language import Corpus, at_depth, corpus_of, halves, measure, sweep_language
+from .language import Corpus, corpus_of, measure
+from .language_sweep import at_depth, halves, sweep_language
 from .models.halting import RULES
 
 FUNCTION_WORDS = frozenset(

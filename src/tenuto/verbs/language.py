@@ -118,7 +118,7 @@ def _tasks(options, several: dict[str, Sequence[float]], knobs: dict[str, Any]) 
 def sweep(options, thresholds: Sequence[float]) -> Any:
     """Each threshold beside every fixed depth."""
     quieten()
-    from ..language import sweep_language
+    from ..language_sweep import sweep_language
 
     start = time.time()
     figures = sweep_language(

@@ -23,7 +23,7 @@ from .shared import (
 def sweep(options) -> Any:
     """Each capacity by each rule, beside the dense model."""
     quieten()
-    from ..language import sweep_capacity
+    from ..language_sweep import sweep_capacity
 
     start = time.time()
     if options.policy or options.generated:
