@@ -20,7 +20,8 @@ from tenuto.models.looped import LoopedConfig
 from tenuto.optim import MuonAdamW, orthogonalize, parameter_groups
 from tenuto.presets import build, config_of, preset
 from tenuto.recipe import Data, Recipe, Schedule, load_recipe
-from tenuto.train import AdaptiveTrainer, start_from, train
+from tenuto.train import start_from, train
+from tenuto.trainer import AdaptiveTrainer
 
 ROOT = Path(__file__).parents[1]
 PLANS = {

@@ -166,7 +166,7 @@ def corpora(
 
         def set_levels() -> None:
             from .tasks import task_of
-            from .train import calibrate_on
+            from .trainer import calibrate_on
 
             calibrate_on(model, task_of(recipe))
 
