@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from . import models  # noqa: F401 - registers the architectures
+from .clock import now
 from .data.logical_inference import RELATIONS, Pair, generate, label_id, protocol, swap
 from .data.pairs import FIRST_RELATION, PairDataset
 from .models.halting import RULES
@@ -159,16 +159,16 @@ def predict(
     for start in track(starts, progress or "", console=bar, transient=True, disable=hidden):
         places = order[start : start + BATCH]
         batch = question(loaded, data, places)
-        before = _now(loaded.model.device)
+        before = now(loaded.model.device)
         out = loaded.model(**batch, **knobs)
-        seconds += _now(loaded.model.device) - before
+        seconds += now(loaded.model.device) - before
         macs += out.compute.total
         scores = out.logits
         if exchanged is not None:
             batch = question(loaded, exchanged, places)
-            before = _now(loaded.model.device)
+            before = now(loaded.model.device)
             mirrored = loaded.model(**batch, **knobs)
-            seconds += _now(loaded.model.device) - before
+            seconds += now(loaded.model.device) - before
             macs += mirrored.compute.total
             scores = scores.log_softmax(-1) + mirrored.logits.log_softmax(-1)[:, _MIRROR]
         answer = scores.argmax(-1)
@@ -188,12 +188,6 @@ def question(loaded: Loaded, data: PairDataset, places: Sequence[int]) -> dict[s
     if data.text:
         batch["decoder_input_ids"] = torch.full_like(labels, loaded.model.config.bos_token_id)
     return {name: value.to(loaded.model.device) for name, value in batch.items()}
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def evaluate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+
+from .clock import now
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,14 @@ def run(model, rows: Sequence[Sequence[int]], knobs: dict[str, Any]):
     for place, row in enumerate(rows):
         ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
     ids, mask = ids.to(device), mask.to(device)
-    before = _now(device)
+    before = now(device)
     out = model(input_ids=ids, attention_mask=mask, use_cache=False, **knobs)
-    seconds = _now(device) - before
+    seconds = now(device) - before
     depths, ledger = getattr(out, "depths", None), getattr(out, "compute", None)
     steps = [None] * len(rows) if depths is None else (depths * mask).sum(-1).tolist()
     macs = [None] * len(rows) if ledger is None else ledger.per_sequence.tolist()
     costs = [Cost(len(row), *spent) for row, *spent in zip(rows, steps, macs, strict=True)]
     return out.logits, costs, seconds
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def wide(logits: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 
+from .clock import now
 from .data import algorithmic
 from .evaluate import Loaded, full_depth, load
 from .tasks import held_out, problems
@@ -137,10 +138,10 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
             some = {name: value[:, :longest] for name, value in some.items()}
             labels = labels[:, :longest]
         some = {name: value.to(model.device) for name, value in some.items()}
-        before, cpu_before = _now(model.device), time.process_time()
+        before, cpu_before = now(model.device), time.process_time()
         out = model(**some, use_cache=False, **knobs)
         seconds, cpu_seconds = (
-            seconds + _now(model.device) - before, cpu_seconds + time.process_time() - cpu_before,
+            seconds + now(model.device) - before, cpu_seconds + time.process_time() - cpu_before,
         )  # fmt: skip
         row_macs[start : start + batch] = out.compute.per_sequence.cpu().numpy()
         row_kv_bytes[start : start + batch] = out.compute.kv_bytes.cpu().numpy()
@@ -157,12 +158,6 @@ def measure(model, corpus: Corpus, progress: str | None = None, batch: int = BAT
             ran.append(out.executed[out.depths > 0].cpu().numpy())
     executed = np.concatenate(ran) if ran else None
     return Measured(losses, depths, right, row_macs, row_kv_bytes, seconds, cpu_seconds, executed)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def summary(corpus: Corpus, said: Measured) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import track
 
 from .answers import inputs_of, written
+from .clock import now
 from .data import parallel, sequences
 from .data.sequences_batches import UNK, Ragged, padded
-from .evaluate import Loaded, _now, full_depth, load
+from .evaluate import Loaded, full_depth, load
 
 BATCH = 64
 
@@ -88,9 +89,9 @@ def write(
         places = order[start : start + batch]
         inputs = inputs_of(_rows(sources.take(places)), model.device)
         limit = 2 * inputs["input_ids"].shape[1] + 10 if limits is None else int(limits[places].max())
-        before = _now(model.device)
+        before = now(model.device)
         said = written(model, inputs, limit, num_beams=beams, length_penalty=length_penalty, **knobs)
-        seconds += _now(model.device) - before
+        seconds += now(model.device) - before
         if limits is not None:
             said = [ids[:most] for ids, most in zip(said, limits[places].tolist(), strict=True)]
         pass_over = model(**inputs, labels=padded(said, -100).to(model.device), **knobs)
