@@ -5,7 +5,8 @@
 One prelude layer, two core layers looped eight times, one coda layer; d = 512, 8 heads, grouped-query attention over
 4, feed-forward 1,408, vocabulary 4,096; random weights, depths imposed (spread evenly over 1..8, so that 44% of the
 token-steps are skipped; an exit head runs all the same). Prefill: one text of 4,096 tokens. Decoding: 64 and 16 rows
-at once after 128 tokens of context, 24 tokens. The MACs are the ledger's, attention counted as pairs that the mask
+at once after 128 tokens of context, 24 tokens; and 64 rows of a model twice as wide (d = 1,024, feed-forward 2,816)
+after 32 tokens, 12 tokens. The MACs are the ledger's, attention counted as pairs that the mask
 lets through.
 
     saving     1 - adaptive / full depth, of MACs and of seconds
@@ -81,7 +82,7 @@ def prefill(model: LoopedForCausalLM, ids: Tensor, plans: dict[str, Tensor], tur
         model.stack.policy.plan = plans[kind].reshape(-1)
         start = time.perf_counter()
         out = model(ids, use_cache=False, logits_to_keep=1)
-        took[kind] = time.perf_counter() - start, macs(out.compute), None
+        took[kind] = time.perf_counter() - start, out.compute.total_causal, None
     return took
 
 
@@ -97,13 +98,8 @@ def decode(model: LoopedForCausalLM, ids: Tensor, context: int, plans: dict[str,
             start = time.perf_counter()
             outs[kind] = model(ids[:, place : place + 1], cache=outs[kind].cache)
             seconds[kind] += time.perf_counter() - start
-            total[kind] += macs(outs[kind].compute)
+            total[kind] += outs[kind].compute.total_causal
     return {kind: (seconds[kind], total[kind], out.logits[:, -1]) for kind, out in outs.items()}
-
-
-def macs(ledger) -> int:
-    """All MACs, attention as the pairs that the mask lets through."""
-    return ledger.total - int(ledger.macs["attention"].sum()) + int(ledger.attention_causal.sum())
 
 
 def check() -> None:
@@ -121,20 +117,22 @@ def check() -> None:
 def bench(repeats: int, tokens: int, context: int, new: int) -> dict:
     """The figures."""
     check()
-    model, loops = build(), SHAPE["num_loops"]
-    shapes = {
-        f"prefill of {tokens} tokens": (1, tokens),
-        f"prefill of {tokens // 8} tokens": (1, tokens // 8),
-    }
-    shapes |= {f"decoding of {rows} rows": (rows, context + new) for rows in (64, 16)}
+    loops, wide = SHAPE["num_loops"], {"hidden_size": 1024, "num_attention_heads": 16,
+                                       "num_key_value_heads": 8, "intermediate_size": 2816}  # fmt: skip
+    cases: list[tuple[str, dict, int, tuple[int, int]]] = [  # name, changes, context, shape
+        (f"prefill of {tokens} tokens", {}, 0, (1, tokens)),
+        (f"prefill of {tokens // 8} tokens", {}, 0, (1, tokens // 8)),
+        ("decoding of 64 rows", {}, context, (64, context + new)),
+        ("decoding of 16 rows", {}, context, (16, context + new)),
+        ("decoding of 64 rows, d = 1,024", wide, context // 4, (64, context // 4 + new // 2)),
+    ]
     figures = {}
-    for name, shape in shapes.items():
+    for name, changes, context, shape in cases:
+        model = build(**changes)
         ids = torch.randint(3, 4096, shape)
         plans = {"adaptive": spread(ids.numel(), loops).view(shape), "full": torch.full(shape, loops)}
         runs = [
-            prefill(model, ids, plans, turn)
-            if name.startswith("prefill")
-            else decode(model, ids, context, plans)
+            prefill(model, ids, plans, turn) if not context else decode(model, ids, context, plans)
             for turn in range(repeats)
         ]
         saved_macs = 1 - runs[0]["adaptive"][1] / runs[0]["full"][1]

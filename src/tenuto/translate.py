@@ -30,7 +30,8 @@ class Said:
 
     texts: decoded, without <eos>. ids: of each, with it. finished: [N] bool, whether <eos> came within the limit.
     encoder_depths: one int array per source, the steps of each token; decoder_depths: the same of what was written,
-    <eos> included. macs: of one pass over source and output, which is what a cached decoder computes for one beam.
+    <eos> included. macs: of one pass over source and output, attention as the pairs that the mask lets through,
+    which is what a cached decoder computes for one beam (and the keys of padding beside longer sources).
     tokens: of both. seconds: of the search.
     """
 
@@ -94,9 +95,12 @@ def write(
         seconds += now(model.device) - before
         if limits is not None:
             said = [ids[:most] for ids, most in zip(said, limits[places].tolist(), strict=True)]
-        pass_over = model(**inputs, labels=padded(said, -100).to(model.device), **knobs)
-        macs += pass_over.compute.total
-        tokens += int(inputs["attention_mask"].sum()) + sum(map(len, said))
+        labels, count = padded(said, -100).to(model.device), sum(map(len, said))
+        # with a cache, whose keys of every depth a decoder must write, though no later token may read them
+        pass_over = model(**inputs, labels=labels, use_cache=model.decoder.cached, **knobs)
+        # the pass reads words out where a line of the batch has ended, too; a decoder of this line alone does not
+        macs += pass_over.compute.total_causal - (labels.numel() - count) * model.lm_head.weight.numel()
+        tokens += int(inputs["attention_mask"].sum()) + count
         for row, place in enumerate(places):
             ids = answers[place] = said[row]
             finished[place] = ids[-1] == model.config.eos_token_id

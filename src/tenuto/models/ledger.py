@@ -80,6 +80,13 @@ class Ledger:
         """All MACs of the batch."""
         return int(self.per_sequence.sum())
 
+    @property
+    def total_causal(self) -> int:
+        """All MACs of the batch, attention counted as the pairs that the mask lets through: what a cached decoder, one
+        token at a time, computes."""
+        attention = int(torch.as_tensor(self.macs.get("attention", 0)).sum())
+        return self.total - attention + int(torch.as_tensor(self.attention_causal).sum())
+
     def summary(self) -> dict[str, int]:
         """Plain numbers: MACs by kind, their total, `attention_causal` and `kv_bytes`, over the batch."""
         figures = {kind: int(self.macs[kind].sum()) for kind in KINDS if kind in self.macs}
