@@ -239,6 +239,21 @@ def matrix(name: str) -> str:
     return "\n".join(lines)
 
 
+def collapse(name: str) -> str:
+    """Policies with published settings and ours: where held-out tokens stop."""
+    lines = [
+        "| policy, settings | loss | loops/token | stop after one loop % | run all loops % | MMACs/token | flagged |",
+        "|---" * 7 + "|",
+    ]
+    for row in figures_of(name)["results"]:
+        lines.append(
+            f"| {row['row']} | {row['loss']:.4f} | {row['mean_depth']:.2f} | {100 * row['at_floor']:.0f}"
+            f" | {100 * row['at_full']:.0f} | {row['macs_per_token'] / 1e6:.3f}"
+            f" | {'yes' if row['collapsed'] else ''} |"
+        )
+    return "\n".join(lines)
+
+
 def grid(name: str) -> str:
     """The grid of the exponent: held-out loss by width and loops, means over seeds."""
     cells: dict[tuple[int, int], list[float]] = {}
@@ -363,6 +378,7 @@ MAKERS = {
     "routed": routed,
     "target": target,
     "matrix": matrix,
+    "collapse": collapse,
     "grid": grid,
     "exponent": exponent,
     "stopping": stopping,

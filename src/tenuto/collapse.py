@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-SPREAD, SHARE = 0.1, 0.95
+SPREAD, SHARE = 0.1, 0.9
 FOUND = {
     "floor": "everything stops at the floor",
     "ceiling": "nothing stops before the last step",
@@ -54,7 +54,7 @@ def collapse(depths: np.ndarray, floor: int, full: int, policy: str = "stick_bre
     """Whether the depths [N] of tokens (floor..full steps) have lost their spread, and what to try with their `policy`.
 
     spread: standard deviation in steps; at_floor, at_full: shares of the tokens (an expected depth, which is no whole
-    number, is at the nearest step); collapsed: the spread is below 0.1 or 95% of the tokens are at the floor; advice: a
+    number, is at the nearest step); collapsed: the spread is below 0.1 or 90% of the tokens are at the floor; advice: a
     sentence, None when all is well. A floor that equals the full depth leaves nothing to decide and is not called
     collapsed.
     """
