@@ -333,6 +333,16 @@ def topics(name: str) -> str:
     return "\n".join(lines)
 
 
+def headroom(name: str) -> str:
+    """What the oracle saves against the best fixed depth, nats."""
+    return f"{figures_of(name)['oracle']['headroom']:.2f}"
+
+
+def correlation(name: str) -> str:
+    """Of the depths given with the oracle's."""
+    return f"{figures_of(name)['correlation']['with the oracle depth']:.2f}"
+
+
 def rules(name: str) -> str:
     """Exit rules: loss saved against a fixed depth of the same MACs, and how much of the oracle's headroom that is."""
     lines = [
@@ -384,6 +394,8 @@ MAKERS = {
     "stopping": stopping,
     "problems": problems,
     "topics": topics,
+    "headroom": headroom,
+    "correlation": correlation,
     "rules": rules,
     "slots": slots,
     "lines": lines_of,

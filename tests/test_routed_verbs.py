@@ -164,6 +164,9 @@ def test_knobs_of_the_other_kind_are_refused(sdt, looped, capsys):
     assert "--capacity has nothing" in refusal(capsys, 1, "generate", looped, "--capacity", 1)
     assert "--max_steps has nothing" in refusal(capsys, 1, "calibrate", sdt, "--max_steps", 50)
     assert "--files has nothing" in refusal(capsys, 1, "calibrate", looped, "--files", "x")
+    assert "--errors goes with checkpoints of logical inference" in refusal(
+        capsys, 2, "evaluate", looped, "--errors"
+    )
 
 
 def test_senseless_knobs_are_refused(sdt, capsys):

@@ -89,6 +89,14 @@ def checkpoint(recipe, tmp_path_factory) -> Path:
     return folder
 
 
+def test_flags_of_other_checkpoints_are_refused(checkpoint):
+    for flag, value in (("tasks", "blimp"), ("capacities", 0.5), ("policy", "margin"), ("limit", 3)):
+        code, _, err = run("evaluate", checkpoint, f"--{flag}", value)
+        assert code == 2 and f"--{flag} goes with language models" in err
+    code, _, err = run("evaluate", checkpoint, "--beams", 2)
+    assert code == 2 and "--beams goes with checkpoints trained on sequences" in err
+
+
 @pytest.fixture(scope="module")
 def fixed(recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "fixed"

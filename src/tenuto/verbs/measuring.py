@@ -14,7 +14,6 @@ from typing import Any
 from . import language, logic, routed, sequences
 from .shared import (
     UsageError,
-    given,
     in_unit,
     is_language,
     is_routed,
@@ -32,7 +31,11 @@ def evaluate(options) -> Any:
     if is_sequences(options.checkpoint):
         return sequences.evaluate(options)
     _not_of_sequences(options)
-    return language.evaluate(options) if is_language(options.checkpoint) else logic.evaluate(options)
+    if is_language(options.checkpoint):
+        _idle(options, "errors both_ways", "checkpoints of logical inference")
+        return language.evaluate(options)
+    _idle(options, "policy tasks thresholds capacities subjects files limit", "language models")
+    return logic.evaluate(options)
 
 
 def sweep(options) -> Any:
@@ -104,5 +107,10 @@ def experts(options) -> Any:
 
 
 def _not_of_sequences(options) -> None:
-    if idle := list(given(options, "beams", "length_penalty", "outputs")):
-        raise UsageError(f"--{idle[0]} goes with checkpoints trained on sequences or parallel text.")
+    _idle(options, "beams length_penalty outputs", "checkpoints trained on sequences or parallel text")
+
+
+def _idle(options, flags: str, others: str) -> None:
+    """Refuses flags that only other checkpoints have a use for."""
+    if idle := [name for name in flags.split() if getattr(options, name, None) not in (None, False)]:
+        raise UsageError(f"--{idle[0]} goes with {others}.")
