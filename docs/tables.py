@@ -333,6 +333,18 @@ def topics(name: str) -> str:
     return "\n".join(lines)
 
 
+def tasks(name: str) -> str:
+    """Groups of the harness at each threshold: accuracy with its standard error, chance, loops."""
+    lines = ["| tasks | threshold | accuracy % | chance % | loops/token | MMACs/token |", "|---" * 6 + "|"]
+    for row in figures_of(name)["rows"]:
+        for group, one in row["groups"].items():
+            lines.append(
+                f"| {group} ({one['samples']:,}) | {row['threshold']:g} | {one['accuracy']:.1f} ± {one['stderr']:.1f}"
+                f" | {one['chance']:.0f} | {one['depth_mean']:.2f} | {one['macs_per_token'] / 1e6:.3f} |"
+            )
+    return "\n".join(lines)
+
+
 def headroom(name: str) -> str:
     """What the oracle saves against the best fixed depth, nats."""
     return f"{figures_of(name)['oracle']['headroom']:.2f}"
@@ -394,6 +406,7 @@ MAKERS = {
     "stopping": stopping,
     "problems": problems,
     "topics": topics,
+    "tasks": tasks,
     "headroom": headroom,
     "correlation": correlation,
     "rules": rules,
