@@ -345,6 +345,20 @@ def tasks(name: str) -> str:
     return "\n".join(lines)
 
 
+def memory(name: str) -> str:
+    """`tenuto presets --memory` of one preset."""
+    from tenuto.footprint import memory_table
+
+    lines = ["| precision | checkpointing | largest batch | activations GiB | total GiB |", "|---" * 5 + "|"]
+    for row in memory_table((name,)):
+        gib = {part: f"{row[part] / 2**30:.2f}" for part in ("activations", "total")}
+        lines.append(
+            f"| {row['precision']} | {'each loop' if row['checkpointing'] else ''} | {row['batch']}"
+            f" | {gib['activations']} | {gib['total']} |"
+        )
+    return "\n".join(lines)
+
+
 def headroom(name: str) -> str:
     """What the oracle saves against the best fixed depth, nats."""
     return f"{figures_of(name)['oracle']['headroom']:.2f}"
@@ -407,6 +421,7 @@ MAKERS = {
     "problems": problems,
     "topics": topics,
     "tasks": tasks,
+    "memory": memory,
     "headroom": headroom,
     "correlation": correlation,
     "rules": rules,

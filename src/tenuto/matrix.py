@@ -247,14 +247,27 @@ def expert_loops(model, corpus) -> dict[str, float]:
 
 
 def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each body, policy and budget: means over seeds, and the spread of the loss."""
+    """One row for each body, policy and budget: means over seeds, and the spread of the loss.
+
+    saved_over_fixed: nats below what fixed depths reach with the row's MACs (`frontier`), all models of the same body
+    and seed at each of their depths: a policy that mixes depths is not itself trained at any one of them.
+    """
+    fixed: dict[tuple, list[tuple[float, float]]] = {}
+    for one in results:
+        points = [(row["macs_per_token"], row["loss"]) for row in one["fixed"]]
+        fixed.setdefault((one["body"], one["seed"]), []).extend(points)
+    from .language_sweep import frontier
+
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for one in results:
         groups.setdefault((one["body"], one["policy"], one["budget"]), []).append(one)
     rows = []
     for (body, policy, budget), some in groups.items():
         loss = np.array([one["loss"] for one in some])
-        saved = [one["best"]["saved_over_fixed"] for one in some if one.get("best")]
+        reached = [
+            float(np.interp(one["macs_per_token"], *frontier(fixed[one["body"], one["seed"]]))) for one in some
+        ]
+        saved = np.array(reached) - loss if policy != "fixed" else []
         rows.append(
             {
                 "body": body, "policy": policy, "budget": budget, "seeds": len(some), "loops": some[0]["loops"],
@@ -263,7 +276,7 @@ def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "mean_depth": round(float(np.mean([one["mean_depth"] for one in some])), 3),
                 "macs_per_token": round(float(np.mean([one["macs_per_token"] for one in some]))),
                 "tokens_per_cpu_second": round(float(np.mean([one["tokens_per_cpu_second"] for one in some]))),
-                "saved_over_fixed": round(float(np.mean(saved)), 4) if saved else None,
+                "saved_over_fixed": round(float(np.mean(saved)), 4) if len(saved) else None,
                 "collapsed": sum(one.get("collapsed", False) for one in some),
             }
         )  # fmt: skip
