@@ -317,6 +317,24 @@ def test_matrix_resumes_and_tabulates(tmp_path, capsys):
     want = cells["attention", "fixed", "loops"]["macs_per_token"]
     equal = cells["thin", "fixed", "loops"]["macs_per_token"]
     assert abs(thin["macs_per_token"] - want) < abs(equal - want)
+    # a policy is held against every depth of every model of its body, at its own MACs
+    for row in whole["rows"]:
+        assert (row["saved_over_fixed"] is None) == (row["policy"] == "fixed")
+    act = cells["thin", "act", "loops"]
+    points = [
+        (depth["macs_per_token"], depth["loss"])
+        for one in whole["results"]
+        if one["body"] == "thin"
+        for depth in one["fixed"]
+    ]
+    lines = [
+        a + (b - a) * (act["macs_per_token"] - x) / (y - x)
+        for x, a in points
+        for y, b in points
+        if x <= act["macs_per_token"] <= y and x < y
+    ]
+    lines += [loss for macs, loss in points if macs <= act["macs_per_token"]]
+    assert act["saved_over_fixed"] == pytest.approx(min(lines) - act["loss"], abs=2e-4)
     assert (tmp_path / "out" / "picture.svg").is_file()
 
 

@@ -26,6 +26,7 @@ from tenuto.trainer import AdaptiveTrainer
 ROOT = Path(__file__).parents[1]
 PLANS = {
     "matrix": ROOT / "recipes/lm/matrix.yaml",
+    "exit-labels": ROOT / "recipes/lm/exit-labels.yaml",
     "isoflops": ROOT / "recipes/lm/isoflops.yaml",
     "depth": ROOT / "recipes/algorithmic/depth.yaml",
     "collapse": ROOT / "recipes/lm/collapse.yaml",
@@ -237,6 +238,7 @@ def test_every_plan_names_recipes_that_build(monkeypatch):
     monkeypatch.chdir(ROOT)
     for cells, least in (
         (matrix.cells_of(matrix.load_plan(PLANS["matrix"], matrix.Matrix)), 24),
+        (matrix.cells_of(matrix.load_plan(PLANS["exit-labels"], matrix.Matrix)), 2),
         (isoflops.cells_of(isoflops.load_plan(PLANS["isoflops"], isoflops.Iso)), 20),
         (compare.cells_of(compare.load_plan(PLANS["collapse"], compare.Comparison)), 7),
         (compare.cells_of(compare.load_plan(PLANS["depth"], compare.Comparison)), 8),

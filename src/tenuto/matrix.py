@@ -265,7 +265,8 @@ def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for (body, policy, budget), some in groups.items():
         loss = np.array([one["loss"] for one in some])
         reached = [
-            float(np.interp(one["macs_per_token"], *frontier(fixed[one["body"], one["seed"]]))) for one in some
+            float(np.interp(one["macs_per_token"], *frontier(fixed[one["body"], one["seed"]])))
+            for one in some
         ]
         saved = np.array(reached) - loss if policy != "fixed" else []
         rows.append(
