@@ -6,8 +6,7 @@ One prelude layer, two core layers looped eight times, one coda layer; d = 512, 
 4, feed-forward 1,408, vocabulary 4,096; random weights, depths imposed (spread evenly over 1..8, so that 44% of the
 token-steps are skipped; an exit head runs all the same). Prefill: one text of 4,096 tokens. Decoding: 64 and 16 rows
 at once after 128 tokens of context, 24 tokens; and 64 rows of a model twice as wide (d = 1,024, feed-forward 2,816)
-after 32 tokens, 12 tokens. The MACs are the ledger's, attention counted as pairs that the mask
-lets through.
+after 32 tokens, 12 tokens. The MACs are the ledger's, attention counted as pairs that the mask lets through.
 
     saving     1 - adaptive / full depth, of MACs and of seconds
     realised   saving of seconds / saving of MACs
@@ -119,7 +118,7 @@ def bench(repeats: int, tokens: int, context: int, new: int) -> dict:
     check()
     loops, wide = SHAPE["num_loops"], {"hidden_size": 1024, "num_attention_heads": 16,
                                        "num_key_value_heads": 8, "intermediate_size": 2816}  # fmt: skip
-    cases: list[tuple[str, dict, int, tuple[int, int]]] = [  # name, changes, context, shape
+    cases: list[tuple[str, dict, int, tuple[int, int]]] = [  # name, changes, tokens before, shape
         (f"prefill of {tokens} tokens", {}, 0, (1, tokens)),
         (f"prefill of {tokens // 8} tokens", {}, 0, (1, tokens // 8)),
         ("decoding of 64 rows", {}, context, (64, context + new)),
@@ -127,12 +126,12 @@ def bench(repeats: int, tokens: int, context: int, new: int) -> dict:
         ("decoding of 64 rows, d = 1,024", wide, context // 4, (64, context // 4 + new // 2)),
     ]
     figures = {}
-    for name, changes, context, shape in cases:
+    for name, changes, before, shape in cases:
         model = build(**changes)
         ids = torch.randint(3, 4096, shape)
         plans = {"adaptive": spread(ids.numel(), loops).view(shape), "full": torch.full(shape, loops)}
         runs = [
-            prefill(model, ids, plans, turn) if not context else decode(model, ids, context, plans)
+            prefill(model, ids, plans, turn) if not before else decode(model, ids, before, plans)
             for turn in range(repeats)
         ]
         saved_macs = 1 - runs[0]["adaptive"][1] / runs[0]["full"][1]

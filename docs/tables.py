@@ -317,6 +317,17 @@ def stopping(name: str) -> str:
     return "\n".join(lines)
 
 
+def products(name: str) -> str:
+    """benchmarks/products.py: what a product of few rows costs."""
+    figures = figures_of(name)
+    rows = list(figures["linear"]["milliseconds"])
+    lines = [f"| product, ms | {' | '.join(f'{n} rows' for n in rows)} | would realise % |", "|---" * (2 + len(rows)) + "|"]
+    for kind, one in figures.items():
+        took = " | ".join(f"{one['milliseconds'][n]:.1f}" for n in rows)
+        lines.append(f"| {kind} | {took} | {100 * one['realised']:.0f} |")
+    return "\n".join(lines)
+
+
 def topics(name: str) -> str:
     """Depth by topic, raw and adjusted, with the oracle's."""
     figures = figures_of(name)
@@ -418,6 +429,7 @@ MAKERS = {
     "grid": grid,
     "exponent": exponent,
     "stopping": stopping,
+    "products": products,
     "problems": problems,
     "topics": topics,
     "tasks": tasks,

@@ -302,7 +302,7 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     for label, number in zip(right.get_yticklabels(), range(len(names)), strict=True):
         label.set_color(f"C{number}")
     right.invert_yaxis()
-    right.set_xlabel("share of held-out tokens by depth (number: loops)")
+    right.set_xlabel("share of held-out tokens, by loops run")
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -252,12 +252,12 @@ def table_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     saved_over_fixed: nats below what fixed depths reach with the row's MACs (`frontier`), all models of the same body
     and seed at each of their depths: a policy that mixes depths is not itself trained at any one of them.
     """
+    from .language_sweep import frontier
+
     fixed: dict[tuple, list[tuple[float, float]]] = {}
     for one in results:
         points = [(row["macs_per_token"], row["loss"]) for row in one["fixed"]]
         fixed.setdefault((one["body"], one["seed"]), []).extend(points)
-    from .language_sweep import frontier
-
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for one in results:
         groups.setdefault((one["body"], one["policy"], one["budget"]), []).append(one)
