@@ -67,7 +67,7 @@ def load(checkpoint: str | Path, policy: str | None = None, trained: bool = True
     if policy is not None:
         if policy not in (*RULES, "fixed"):
             raise ValueError(
-                f"policy {policy!r} is none that reads any checkpoint; choose from fixed, {', '.join(RULES)}."
+                f"policy {policy!r} has weights of its own; choose from fixed, {', '.join(RULES)}."
             )
         other = {"policy": policy, "act_weight": 0.0}
     head = "causal" if recipe is None else recipe.head
