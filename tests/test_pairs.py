@@ -364,6 +364,29 @@ def test_comparison_of_rows(folder):
     assert cell["loss"] == round(loss_of(loaded, pairs), 4)
 
 
+def test_comparison_of_the_first_examples(folder):
+    """`limit` measures the first examples of each set, in every row; the others have it refused."""
+    from tenuto.compare import Comparison, cells_of, run_comparison
+    from tenuto.compare_pairs import said_in
+    from tenuto.translate import loss_of
+
+    few, output = ["--training.max_steps=2"], folder / "few-rows"
+    found = run_comparison(plan(folder, seeds=[1], limit=3), output, only="*-1", overrides=few)
+    assert found["done"] == 3
+    for row in found["rows"]:
+        assert {part["examples"] for part in row["sets"].values()} == {3}
+    (dense,) = (row["sets"]["test"] for row in found["rows"] if row["row"] == "dense")
+    assert dense["minus_against"]["over"] == "examples"
+    assert len(said_in(output / "dense-1", "test")) == 3
+    loaded = load(output / "dense-1")
+    want = loss_of(loaded, pairs_of(loaded, ["test"])["test"][:3])
+    assert dense["loss"] == round(want, 4)
+    with pytest.raises(ValueError, match="limit=0 must be at least 1"):
+        run_comparison(plan(folder, limit=0), output, overrides=few)
+    with pytest.raises(ValueError, match="limit has nothing to set"):
+        cells_of(Comparison("recipes/algorithmic/lookup.yaml", {"a": {}}, "a", limit=3))
+
+
 def test_student_interval():
     """Three values, by hand: t of two degrees of freedom."""
     from tenuto.intervals import student

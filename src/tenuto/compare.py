@@ -47,7 +47,8 @@ class Comparison:
 
     Of language models, capacities: at which routed models are measured, beside the config's own; thresholds: at which
     halting ones are, beside every fixed depth. sets: of problems, the test sets measured as well; of sequences or
-    parallel text the parts measured, validation and all tests when left out; beams, length_penalty: of the search.
+    parallel text the parts measured, validation and all tests when left out; beams, length_penalty: of the search;
+    limit: the first so many examples of each, all when left out.
     """
 
     base: str
@@ -59,6 +60,7 @@ class Comparison:
     sets: list[str] = field(default_factory=list)
     beams: int = 1
     length_penalty: float = 1.0
+    limit: int | None = None
 
 
 def of_pairs(recipe: Recipe) -> bool:
@@ -81,9 +83,13 @@ def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
     if plan.against not in plan.rows:
         raise ValueError(f"against={plan.against!r} is no row; they are {', '.join(plan.rows)}.")
     cells, base = [], base_recipe(plan.base, overrides)
-    foreign = ("capacities", "thresholds") if of_pairs(base) else () if base.data.algorithmic else ("sets",)
+    foreign = ("capacities", "thresholds") if of_pairs(base) else ("limit",)
+    if not of_pairs(base) and base.data.algorithmic is None:
+        foreign += ("sets",)
     if idle := [name for name in foreign if getattr(plan, name)]:
         raise ValueError(f"{idle[0]} has nothing to set for rows of {plan.base}.")
+    if plan.limit is not None and plan.limit < 1:
+        raise ValueError(f"limit={plan.limit} must be at least 1; without it sets are measured whole.")
     for name, row in plan.rows.items():
         started = base_recipe(row.base or plan.base, overrides)
         if started.data != base.data:
@@ -328,7 +334,9 @@ def run_comparison(
     plan, output = load_plan(path, Comparison), Path(output)
     cells = cells_of(plan, overrides)
     if of_pairs(cells[0].recipe):
-        settings = {"sets": plan.sets, "beams": plan.beams, "length_penalty": plan.length_penalty}
+        settings = {
+            name: getattr(plan, name) for name in ("sets", "beams", "length_penalty", "limit")
+        }
         results = run_cells(cells, output, only, measure_pairs, settings, progress)
         folders = {(cell.labels["row"], cell.labels["seed"]): output / cell.name for cell in cells}
         rows = pairs_table(plan.against, results, folders)

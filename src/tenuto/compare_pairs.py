@@ -15,16 +15,19 @@ from .translate import evaluate_pairs, loss_of, paired_bootstrap, paired_exact, 
 COSTS = ("loss", "macs_per_token", "tokens_per_second", "encoder_depth", "decoder_depth")
 
 
-def measure_pairs(folder: Path, sets: list[str], beams: int, length_penalty: float) -> dict[str, Any]:
+def measure_pairs(
+    folder: Path, sets: list[str], beams: int, length_penalty: float, limit: int | None = None
+) -> dict[str, Any]:
     """Figures of a trained cell by set (validation and all tests when none is named): what `evaluate_pairs` gives, the
-    loss, and tokens read and written per second of the search. What was said is kept in the folder `said`.
+    loss, and tokens read and written per second of the search. limit: the first so many of a set. What was said is kept
+    in the folder `said`.
     """
     loaded = load(folder)
     names = sets or ["validation", *_tests(loaded)]
-    figures = evaluate_pairs(folder, names, beams, length_penalty, outputs=folder / "said")
+    figures = evaluate_pairs(folder, names, beams, length_penalty, limit, outputs=folder / "said")
     pairs = test_pairs(loaded, names)
     for name, row in figures["sets"].items():
-        row["loss"] = round(loss_of(loaded, pairs[name]), 4)
+        row["loss"] = round(loss_of(loaded, pairs[name][:limit]), 4)
     return {"full_depth": figures["full_depth"], "quality": figures["sets"]}
 
 
@@ -86,8 +89,8 @@ def _difference(
         found = student(gaps)
         return {"difference": found["mean"], "interval": found["interval"], "over": "seeds"}
     ours, theirs = (folders[row, shared[0]["seed"]] for row in (shared[0]["row"], against))
-    targets = [pair[1] for pair in _references(ours, part)]
     texts = [said_in(folder, part) for folder in (theirs, ours)]
+    targets = [pair[1] for pair in _references(ours, part)][: len(texts[0])]
     if measure == "bleu":
         found = paired_bootstrap(*texts, targets)
     else:
