@@ -92,7 +92,8 @@ def language(name: str) -> str:
     """The sweep of a language model: fixed depths, then thresholds."""
     figures = json.loads((ROOT / "results" / "lm" / f"{name}-sweep.json").read_text())["figures"]
     lines = [
-        "| setting | loss | % above full depth | loops/token | steps skipped % | MACs % | seconds % | better than fixed |",
+        "| setting | loss | % above full depth | loops/token | steps skipped % | MACs % | seconds %"
+        " | better than fixed |",
         "|---" * 8 + "|",
     ]
     for row in (*figures["fixed"], *figures["rows"]):
@@ -100,7 +101,8 @@ def language(name: str) -> str:
         better = f"{row['saved_over_fixed']:+.4f}" if "saved_over_fixed" in row else ""
         lines.append(
             f"| {name} | {row['loss']:.4f} | {row['loss_percent']:+.2f} | {row['mean_depth']:.2f}"
-            f" | {row['steps_skipped']:.1f} | {100 * row['macs_share']:.1f} | {100 * row['seconds_share']:.1f} | {better} |"
+            f" | {row['steps_skipped']:.1f} | {100 * row['macs_share']:.1f} | {100 * row['seconds_share']:.1f}"
+            f" | {better} |"
         )
     return "\n".join(lines)
 
@@ -192,7 +194,8 @@ def headline(name: str) -> str:
     """The looped model of `tenuto isoflops` at every fixed depth and threshold, means over its seeds."""
     some = [one for one in figures_of(name)["results"] if one["member"] == "looped"]
     lines = [
-        f"| setting ({len(some)} seeds) | loss | % above full depth | loops/token | MACs % | better than fixed depths |",
+        f"| setting ({len(some)} seeds) | loss | % above full depth | loops/token | MACs %"
+        " | better than fixed depths |",
         "|---" * 6 + "|",
     ]
     for kind, label in (("fixed", "depth {max_steps}"), ("rows", "threshold {threshold:g}")):
@@ -207,7 +210,7 @@ def headline(name: str) -> str:
 
 
 def target(name: str) -> str:
-    """What the looped model's threshold for at most 0.5% more loss, chosen on half of the documents, does on the rest."""
+    """What the looped model's threshold for at most 0.5% more loss, chosen on half of the documents, on the rest."""
     some = [
         one["target"] for one in figures_of(name)["results"] if one["member"] == "looped" and one["target"]
     ]
@@ -225,7 +228,8 @@ def target(name: str) -> str:
 def matrix(name: str) -> str:
     """The cells of `tenuto matrix`: a row for each body, policy and budget."""
     lines = [
-        "| body | policy | loops | parameters | loss | mean depth | MMACs/token | tokens/CPU s | better than fixed | collapsed |",
+        "| body | policy | loops | parameters | loss | mean depth | MMACs/token | tokens/CPU s | better than fixed"
+        " | collapsed |",
         "|---" * 10 + "|",
     ]
     for row in figures_of(name)["rows"]:
@@ -284,7 +288,7 @@ def exponent(name: str) -> str:
 
 
 def problems(name: str) -> str:
-    """Rows of `tenuto compare` on problems, set by set: accuracy, loops, MACs, and what halting adds to fixed depths."""
+    """Rows of `tenuto compare` on problems, set by set: accuracy, loops, MACs, what halting adds to fixed depths."""
     figures = figures_of(name)["rows"]
     lines = [
         "| set | model | seeds | accuracy % | loops/token | MMACs/token | above fixed depths, points |",
@@ -321,7 +325,10 @@ def products(name: str) -> str:
     """benchmarks/products.py: what a product of few rows costs."""
     figures = figures_of(name)
     rows = list(figures["linear"]["milliseconds"])
-    lines = [f"| product, ms | {' | '.join(f'{n} rows' for n in rows)} | would realise % |", "|---" * (2 + len(rows)) + "|"]
+    lines = [
+        f"| product, ms | {' | '.join(f'{n} rows' for n in rows)} | would realise % |",
+        "|---" * (2 + len(rows)) + "|",
+    ]
     for kind, one in figures.items():
         took = " | ".join(f"{one['milliseconds'][n]:.1f}" for n in rows)
         lines.append(f"| {kind} | {took} | {100 * one['realised']:.0f} |")
@@ -339,7 +346,8 @@ def topics(name: str) -> str:
     for topic, row in figures["by_topic"].items():
         lines.append(
             f"| {topic} | {row['tokens']:,} | {_ranged(row, '.3f')} | {row.get('effect', 0.0):+.2f}"
-            f" | {_ranged(figures['by_topic_adjusted'][topic], '.3f')} | {_ranged(figures['oracle']['by_topic'][topic], '.3f')} |"
+            f" | {_ranged(figures['by_topic_adjusted'][topic], '.3f')}"
+            f" | {_ranged(figures['oracle']['by_topic'][topic], '.3f')} |"
         )
     return "\n".join(lines)
 
