@@ -133,7 +133,7 @@ def surprise(config, room, sequences, x, residual, foreseen) -> dict[Token, Tens
         for one in sequence:
             seen = window(one, sequence, config.surprise_window)
             average = sum(change[other].detach() for other in seen) / len(seen)
-            ce = change[one] - (error[one] - torch.log(room.offset + 1e-10))
+            ce = change[one] - (error[one] - torch.log(softplus(room.offset) + 1e-10))
             cu = change[one] - room.multiplier * average
             s_ce, s_cu = 1 / (1 + torch.exp(-b_ce * ce)), 1 / (1 + torch.exp(-b_cu * cu))
             both = 1 - (1 - s_ce) * (1 - s_cu)
@@ -176,6 +176,18 @@ def choose(kind, config, sequence, scores, capacity, level) -> tuple[set[Token],
             chosen.add(one)
         margin = min([margin, *(abs(scores[other] - scores[one]) for other in seen if other is not one)])
     return chosen | shielded, margin
+
+
+def own_share(config, layer: int, capacity: float) -> float:
+    """A layer's capacity at the knob's: on the straight lines from (0, 0) over (the mean, its own) to (1, 1)."""
+    if config.layer_capacities is None:
+        return capacity
+    own = config.layer_capacities[config.routed_layers.index(layer)]
+    mean = sum(config.layer_capacities) / len(config.layer_capacities)
+    (x0, y0), (x1, y1) = ((0.0, 0.0), (mean, own))
+    if capacity > mean:
+        (x0, y0), (x1, y1) = (x1, y1), (1.0, 1.0)
+    return y0 + (y1 - y0) * (capacity - x0) / (x1 - x0)
 
 
 # the whole model
@@ -279,7 +291,8 @@ def walk(
             elif calls is None:
                 level = limits[b] if threshold is not None else calibrated(router.levels, shares[b])
                 scores = best if rule == "topk" else causal
-                picked, margin = choose(rule, config, sequence, scores, shares[b], level)
+                own = own_share(config, layer, shares[b])
+                picked, margin = choose(rule, config, sequence, scores, own, level)
             else:
                 picked, margin = set(), 1.0
                 for one in sequence:
@@ -287,9 +300,8 @@ def walk(
                     if kind == "dense":
                         picked.add(one)
                         continue
-                    who, near = choose(
-                        kind, config, sequence, causal, share, calibrated(router.levels, share)
-                    )
+                    own, level = own_share(config, layer, share), calibrated(router.levels, share)
+                    who, near = choose(kind, config, sequence, causal, own, level)
                     picked, margin = picked | (who & {one}), min(margin, near)
             chosen, answer.closest = chosen | picked, min(answer.closest, margin)
         answer.scores[layer] = causal
@@ -313,7 +325,8 @@ def walk(
                 guess = {one: foresee(router.forecast, x[one]) for one in everyone}
                 y = {one: x[one] + guess[one] for one in everyone}
                 if training and members:
-                    wrong = [mean_square((out[one] - x[one]).detach() - guess[one]) for one in members]
+                    known, some = (out, members) if dense is None else (dense, everyone)
+                    wrong = [mean_square((known[one] - x[one]).detach() - guess[one]) for one in some]
                     terms.setdefault("forecast", []).append(sum(wrong) / len(wrong))
             for one in members:
                 scale = 1.0
@@ -323,6 +336,8 @@ def walk(
                     scale = gate[one]
                 elif config.scale == "straight" and gate is not None:
                     scale = 1 + gate[one] - float(gate[one].detach())
+                elif config.scale == "student":
+                    scale = causal[one]
                 elif config.scale == "constant":
                     scale = 0.757
                 elif config.scale == "learned":
@@ -371,11 +386,14 @@ CASES = {
     "mod-predictor": {"causal_router": "predictor", "skipped": "forecast"},
     "mod-constant": {"scale": "constant", "capacity": 0.7, "norm": "layernorm", "activation": "gelu"},
     "mod-learned": {"scale": "learned", "tie_word_embeddings": False, "protected_tokens": 2, "capacity": 0.25},
+    "mod-uneven": {"layer_capacities": [0.3, 0.5], "capacity": 0.6},
     "mod-none": {"scale": "none", "positions": "none", "norm_placement": "sandwich"},
     "sdt": {},
     "sdt-straight": {"scale": "straight", "protected_tokens": 1, "surprise_window": 1},
     "sdt-expected": {"surprise_terms": "expected", "norm_placement": "post"},
-    "sdt-unexpected": {"surprise_terms": "unexpected", "skipped": "forecast", "surprise_window": 3},
+    "sdt-unexpected": {
+        "surprise_terms": "unexpected", "skipped": "forecast", "forecast_width": 0.3, "surprise_window": 3
+    },
     "sdt-normalised": {"normalise_surprise": True, "routed_layers": [1, 3], "prior_width": 0.2, "capacity": 0.6},
     "sdt-scheduled": {"inverse_temperature": "scheduled", "scale": "learned"},
     "sdt-change": {"score": "change", "scale": "constant"},
@@ -386,6 +404,7 @@ CASES = {
     "stt-none": {"scale": "none", "router_width": 6},
     "stt-constant": {"scale": "constant", "normalise_surprise": True, "capacity": 0.3},
     "stt-learned": {"scale": "learned", "skipped": "forecast", "surprise_terms": "unexpected"},
+    "stt-student": {"scale": "student", "layer_capacities": [0.8, 0.2], "skipped": "forecast"},
     "stt-scheduled": {"inverse_temperature": "scheduled", "surprise_terms": "expected", "scale": "gate"},
     "stt-dense": {"trains_on": "dense", "gate_weight": 0.1},
     "stt-variable": {"stt_capacity": "variable", "gate_weight": 0.1, "scale": "gate"},
@@ -401,10 +420,12 @@ SMALL = {
 LENGTHS = (9, 5, 2)
 
 
-def make(case: str, seed: int = 0, dtype=torch.float64, calibrate: bool = True, **overrides):
+def make(
+    case: str, seed: int = 0, dtype=torch.float64, calibrate: bool = True, head: str = "causal", **overrides
+):
     """A model of a case, every weight away from its initial value, its levels calibrated on random tokens."""
     torch.manual_seed(seed)
-    model = build(preset(f"{case.partition('-')[0]}-tiny", **{**SMALL, **CASES[case], **overrides}), "causal")
+    model = build(preset(f"{case.partition('-')[0]}-tiny", **{**SMALL, **CASES[case], **overrides}), head)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # scores that differ from token to token

@@ -935,6 +935,17 @@ def test_first_step_s_ce_is_as_published():
         assert float(out.signs[f"{layer}.s_ce"]) == pytest.approx(want, abs=1e-7)
 
 
+def test_the_offset_cannot_end_the_expected_change():
+    """Learned raw it crosses 0, and S_CE and its gradient are 0 from then on; here both come back from anywhere."""
+    model = ready("sdt").train()
+    surprise = model.stack.routers["1"].surprise
+    for raw in (-3.0, 0.0, 3.0):
+        surprise.offset.data.fill_(raw)
+        gate, s_ce, _ = surprise(*(torch.ones(4, dtype=torch.float64) for _ in range(3)))
+        (slope,) = torch.autograd.grad(gate.sum(), [surprise.offset])
+        assert float(s_ce[0].detach()) > 1e-3 and float(slope) > 1e-4, raw
+
+
 @pytest.mark.parametrize("kind", ["learned", "scheduled"])
 def test_trained_inverse_temperatures_are_used_at_evaluation(kind, tmp_path):
     """What training ended with is saved, loaded, and decides; the published code fell back to the first one."""
@@ -1003,6 +1014,35 @@ def test_calibration_realises_the_capacity(case):
     assert (levels[1:] <= levels[:-1]).all()
 
 
+@pytest.mark.parametrize("case", ["mod-uneven", "stt-student"])
+def test_layers_have_capacities_of_their_own(case):
+    """Each its own, all of them the knob in the mean, by every rule; levels realise them."""
+    model, ids = ready(case).eval(), tokens(8, 48)
+    model.calibrate(input_ids=ids)
+    config = model.config
+    mean = sum(config.layer_capacities) / 2
+    for capacity in (0.1, mean, 0.6, 0.9):
+        wanted = [config.share_of(layer, capacity) for layer in config.routed_layers]
+        assert sum(wanted) / len(wanted) == pytest.approx(capacity) and all(0 < one < 1 for one in wanted)
+        each = config.share_of(config.routed_layers[0], torch.tensor([capacity, 0.0, 1.0]))
+        assert each.tolist() == pytest.approx([wanted[0], 0.0, 1.0])
+        if capacity == mean:
+            assert wanted == pytest.approx(config.layer_capacities)
+        first = config.routed_layers[0]
+        for rule, off in (("threshold", 0.03), ("topk", 1 / 48), ("running", None)):
+            with torch.no_grad():
+                out = model(ids, capacity=capacity, selection=rule, use_cache=False)
+                shares = [float(out.executed[..., layer].double().mean()) for layer in config.routed_layers]
+                if off is not None:
+                    assert shares == pytest.approx(wanted, abs=off), (rule, capacity)
+                if rule != "threshold":
+                    # the first routed layer's choice is that of a model whose layers all have this capacity
+                    own, config.layer_capacities = config.layer_capacities, None
+                    even = model(ids, capacity=wanted[0], selection=rule, use_cache=False)
+                    config.layer_capacities = own
+                    assert torch.equal(out.executed[..., first], even.executed[..., first])
+
+
 def test_uncalibrated_models_say_so():
     """One sentence for a capacity between 0 and 1; what needs no level works."""
     for case in MODELS:
@@ -1057,6 +1097,9 @@ def test_what_cannot_be_is_refused_in_one_sentence():
     ("mod", {"protected_tokens": -1}, "protected_tokens=-1"),
     ("mod", {"relative_positions": "t5"}, "counts neighbours, which routed layers leave out"),
     ("mod", {"scale": "raw"}, "scale"),
+    ("stt", {"forecast_width": 0.0}, "forecast_width=0.0"),
+    ("stt", {"layer_capacities": [0.5]}, "must be one number between 0 and 1 for each of routed_layers"),
+    ("stt", {"layer_capacities": [1.0, 0.0]}, "must be one number between 0 and 1 for each of routed_layers"),
 ])  # fmt: skip
 def test_wrong_combinations_of_fields_name_both(name, fields, sentence):
     """A config that cannot work says why when it is made."""
@@ -1195,3 +1238,73 @@ def test_published_error_training_never_ran_the_gated_layer(case):
         for model in (gated, dense)
     )
     assert abs(few[0] - few[1]) > 1e-3 and abs(many[0] - many[1]) < 1e-12
+
+
+# 9. int8, encoders
+
+
+def test_int8_priors_look_at_one_row_at_a_time():
+    """Each row by its own scale: no other row changes it, decoding equals one pass, and little is lost."""
+    model, ids = make("sdt", prior_width=0.5, dtype=torch.float32).eval(), tokens(3, 12)
+    with torch.no_grad():
+        want = model(ids, capacity=0.5, use_cache=False).logits
+        net = model.stack.routers["1"].prior
+        x = torch.randn(6, 16) * torch.tensor([1.0, 1e-3, 1e3, 1.0, 0.0, 5.0])[:, None]
+        exact = net(x)
+        model.quantise_priors()
+        got = net(x)
+        # eight bits of weights, seven of rows
+        assert float((got - exact).norm() / exact.norm()) < 0.03
+        for row in range(6):
+            assert_close(net(x[row : row + 1]), got[row : row + 1], rtol=1e-5, atol=1e-7)
+        whole = model(ids, capacity=0.5, use_cache=False)
+        logits, executed = decode(model, ids, None, [5, 1, 1, 5], new_cache(model), capacity=0.5)
+        assert torch.equal(executed, whole.executed)
+        assert_close(logits, whole.logits, rtol=1e-4, atol=1e-4)
+    assert 0 < float((whole.logits - want).abs().max())
+
+
+HEADS = ("classification", "text-to-text")
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("case", ["mod", "sdt", "sdt-random", "stt", "stt-student"])
+def test_encoders_and_encoder_decoders(case, head):
+    """Routed layers in both: gradients of every router, a batch and its members alike, padding nothing, and with
+    everyone chosen and no gate the plain Transformer of the same blocks."""
+    model = make(case, head=head, positions="sinusoidal", num_decoder_layers=4, calibrate=False)
+    data = sides(head)
+    model.train()
+    out = model(**data)
+    out.loss.backward()
+    scored = "random" not in case
+    for name, weight in model.named_parameters():
+        if ".routers." in name and ".surprise." not in name and scored:
+            assert weight.grad is not None and float(weight.grad.abs().sum()) > 0, name
+    always = model.config.num_hidden_layers - len(model.config.routed_layers)
+    for depths in [out.depths] if head == HEADS[0] else [out.depths, out.decoder_depths]:
+        assert always < float(depths[depths > 0].double().mean()) < model.config.num_hidden_layers
+    model.eval()
+    model.calibrate(**data)
+    with torch.no_grad():
+        # between two levels, so that none is a token's own score
+        whole = model(**data, capacity=0.47)
+        for b in range(3):
+            alone = {name: value[b : b + 1] for name, value in data.items()}
+            n = int(data["attention_mask"][b].sum())
+            alone |= {name: alone[name][:, :n] for name in ("input_ids", "attention_mask")}
+            close(model(**alone, capacity=0.47).logits, whole.logits[b : b + 1])
+        dense = model(**data, selection="dense").logits
+        model.config.scale = "none"
+        if model.config.skipped == "identity":
+            close(model(**data, capacity=1.0).logits, dense)
+        assert float((dense - whole.logits).abs().max()) > 1e-3
+
+
+def sides(head):
+    """Three sources of 8, 5 and 3 tokens, and labels."""
+    mask = torch.zeros(3, 8, dtype=torch.long)
+    for b, n in enumerate((8, 5, 3)):
+        mask[b, :n] = 1
+    labels = torch.tensor([0, 1, 1]) if head == HEADS[0] else tokens(3, 6, seed=11)
+    return {"input_ids": tokens(3, 8, seed=9) * mask, "attention_mask": mask, "labels": labels}

@@ -19,6 +19,8 @@ from .language import Corpus, Measured, corpus_of, measure
 from .language_sweep import at_depth, difference, halves
 
 ASKED = (0.25, 0.5, 0.75, 0.9)
+# every token in every layer: without gates, and with them
+WHOLE = {"dense": {"selection": "dense"}, "capacity 1": {"selection": "threshold", "capacity": 1.0}}
 TOKENS, LENGTH = 25_000, 512  # at most, of text that no recipe names; tokens of a row of it
 
 
@@ -261,11 +263,12 @@ def calibrate_capacity(
     rounds: int = 7,
     save: bool = False,
 ) -> dict[str, Any]:
-    """The smallest capacity whose loss stays within `max_loss_percent` of selection="dense"'s: found by bisection on
-    one half of the held-out documents, reported on the other.
+    """The smallest capacity whose loss stays within `max_loss_percent` of that of every token in every layer: found by
+    bisection on one half of the held-out documents, reported on the other.
 
-    save: writes it into the checkpoint's config as capacity. found: false when at capacity 1 the loss is above as well
-    (gates scale what a layer adds); nothing is saved then.
+    Every token in every layer is selection="dense", or capacity 1, where gates still scale what a layer adds: whichever
+    the model does better (`against`). save: writes the found one into the checkpoint's config as capacity. found: false
+    when at capacity 1 the loss is above as well; nothing is saved then.
     """
     loaded = _open_routed(checkpoint)
     model, (_, _, corpus) = loaded.model, corpora(loaded, files, limit)
@@ -274,7 +277,9 @@ def calibrate_capacity(
         raise ValueError(
             "The held-out part has too few documents to be cut in two; raise validation_rows, or give more --files."
         )
-    most = measure(model, fit, selection="dense").loss * (1 + max_loss_percent / 100)
+    losses = {name: measure(model, fit, **knobs).loss for name, knobs in WHOLE.items()}
+    against = min(losses, key=losses.get)
+    most = losses[against] * (1 + max_loss_percent / 100)
 
     def allowed(capacity: float) -> bool:
         said = measure(model, fit, f"capacity {capacity:g}", capacity=capacity, selection="threshold")
@@ -282,13 +287,14 @@ def calibrate_capacity(
 
     capacity = bisect(allowed, True, rounds)
     found = capacity < 1 or allowed(1.0)
-    base = measure(model, test, selection="dense")
+    base = measure(model, test, **WHOLE[against])
     said = measure(model, test, capacity=capacity, selection="threshold")
     layers = shares_of(model, said.executed)
     figures = {
         "capacity": round(capacity, 4),
         "target": {"max_loss_percent": max_loss_percent},
         "found": found,
+        "against": against,
         "loss_percent": round(100 * (said.loss / base.loss - 1), 3),
         **difference(test.document, said.losses, base.losses),
         "capacity_realised": round(float(np.mean(list(layers.values()))), 4),

@@ -190,8 +190,8 @@ def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) 
     """Of each routed layer, how its causal choice [N, L] compares with Top-K's (`top` [N, L]) on the same text.
 
     alike: share of the tokens decided alike; majority: what the commoner answer alone would reach; f1: of being
-    taken. router, router_majority, router_f1: of the trained router, cut at 0.5, against its teacher (STT, MoD). beats:
-    whether its accuracy, or else `alike`, is above the majority rate by more than two standard errors.
+    taken. router, router_majority, router_f1: of the trained router, cut at 0.5, against its teacher (STT, MoD), and
+    beats: whether its accuracy is above the majority rate by more than two standard errors.
     """
     from .language import measure
 
@@ -207,7 +207,6 @@ def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) 
         }
         # two standard errors of a share of so many tokens
         margin = 1 / len(ours) ** 0.5
-        row["beats"] = row["alike"] > row["majority"] + margin
         if "accuracy" in own:
             row |= {"router": own["accuracy"], "router_majority": own["majority"], "router_f1": own["f1"],
                     "beats": own["accuracy"] > own["majority"] + margin}  # fmt: skip
@@ -334,9 +333,7 @@ def run_comparison(
     plan, output = load_plan(path, Comparison), Path(output)
     cells = cells_of(plan, overrides)
     if of_pairs(cells[0].recipe):
-        settings = {
-            name: getattr(plan, name) for name in ("sets", "beams", "length_penalty", "limit")
-        }
+        settings = {name: getattr(plan, name) for name in ("sets", "beams", "length_penalty", "limit")}
         results = run_cells(cells, output, only, measure_pairs, settings, progress)
         folders = {(cell.labels["row"], cell.labels["seed"]): output / cell.name for cell in cells}
         rows = pairs_table(plan.against, results, folders)

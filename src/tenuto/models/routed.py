@@ -29,8 +29,6 @@ from .rows import Rows
 from .seq2seq import EncoderDecoder
 from .surprise import Prior, foreseen_loss
 
-SCALE = Literal["gate", "straight", "constant", "learned", "none"]
-
 
 @strict
 class RoutedConfig(AdaptiveConfig):
@@ -54,9 +52,11 @@ class RoutedConfig(AdaptiveConfig):
     selection: Literal["threshold", "running", "topk", "dense"] = "threshold"  # at inference
     score_window: int = 100  # of selection "running"
     protected_tokens: int = 0  # first tokens of a text that every layer takes
-    scale: SCALE = "gate"  # of a chosen token's change
+    scale: Literal["gate", "straight", "constant", "learned", "none"] = "gate"  # of a chosen token's change
     skipped: Literal["identity", "forecast"] = "identity"  # what the others get
-    prior_width: float = 0.0625  # f, width of a foreseeing net over d
+    layer_capacities: list[float] | None = None  # of each routed layer, where the knob is at their mean
+    forecast_width: float = 0.0625  # of the net for the skipped, over d
+    prior_width: float = 0.0625  # f, of the net that surprise measures against, over d
     prior_weight: float = 0.05  # of the foreseeing nets' losses, mean over layers
     router_weight: float = 0.01  # of the causal routers' losses, mean over layers
 
@@ -76,9 +76,17 @@ class RoutedConfig(AdaptiveConfig):
                 f"routed_layers={self.routed_layers} must be different layers from 1 to num_hidden_layers - 1 ="
                 f" {self.num_hidden_layers - 1}: every token runs layer 0."
             )
-        for name in ("capacity", "prior_width"):
+        for name in ("capacity", "prior_width", "forecast_width"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie above 0 and at most at 1.")
+        shares = self.layer_capacities
+        if shares is not None and (
+            len(shares) != len(self.routed_layers) or not all(0 < one < 1 for one in shares)
+        ):
+            raise ValueError(
+                f"layer_capacities={shares} must be one number between 0 and 1 for each of routed_layers ="
+                f" {self.routed_layers}."
+            )
         if self.protected_tokens < 0 or self.score_window < 1:
             raise ValueError(
                 f"protected_tokens={self.protected_tokens} must be at least 0, score_window={self.score_window} at"
@@ -89,6 +97,19 @@ class RoutedConfig(AdaptiveConfig):
                 f"relative_positions={self.relative_positions!r} counts neighbours, which routed layers leave out; use"
                 ' positions="rotary" or "sinusoidal".'
             )
+
+    def share_of(self, layer: int, capacity: float | Tensor) -> float | Tensor:
+        """A routed layer's own capacity where the knob is at `capacity`: on straight lines from 0 to 1, over
+        `layer_capacities` where the knob is at their mean, so that the layers' mean is the knob everywhere.
+        """
+        if self.layer_capacities is None:
+            return capacity
+        own = self.layer_capacities[self.routed_layers.index(layer)]
+        mean = sum(self.layer_capacities) / len(self.layer_capacities)
+        below, above = own * capacity / mean, own + (1 - own) * (capacity - mean) / (1 - mean)
+        if torch.is_tensor(capacity):
+            return torch.where(capacity <= mean, below, above)
+        return below if capacity <= mean else above
 
     def loss_weights(self) -> dict[str, float]:
         """Weights of the auxiliary losses by name."""
@@ -291,7 +312,10 @@ class RoutedStack(Stack):
             return y_Nd
         out_nd, x_nd = run.run_some(layer, x_Nd, chosen), x_Nd.index_select(0, kept)
         if forecast is not None and self.training:
-            loss = foreseen_loss(out_nd - x_nd, foreseen_Nd.index_select(0, kept))
+            if verdict.dense is not None:
+                loss = foreseen_loss(verdict.dense - x_Nd, foreseen_Nd)
+            else:
+                loss = foreseen_loss(out_nd - x_nd, foreseen_Nd.index_select(0, kept))
             run.losses.setdefault("forecast", []).append(loss)
         if verdict is not None and verdict.scale is not None:
             scale = verdict.scale.index_select(0, kept).to(x_nd.dtype).unsqueeze(1)

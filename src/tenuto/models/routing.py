@@ -4,7 +4,7 @@ Training takes the k = max(1, floor(capacity T)) tokens with the highest scores 
 the first `protected_tokens` always. Top-K looks at the whole sequence, so it cannot decode; inference decides by rules
 that look at no later token, the same for a prompt and for what is generated:
 
-    threshold   score >= a level of the layer: the call's, or the one calibrated to a capacity on held-out text
+    threshold   score >= a level of the layer: the call's, or the one calibrated to a capacity on some text
     running     the score is among the highest `capacity` of the sequence's last `score_window` scores
     topk        Top-K all the same: an upper bound, refused with a cache
     dense       every token, gates exactly 1: the plain Transformer
@@ -135,7 +135,7 @@ class LayerRouter(nn.Module):
         self.config = config
         self.register_buffer("levels", torch.empty(len(CAPACITIES), dtype=torch.float32))
         self.starts_at = {"levels": float("nan")}
-        self.forecast = Prior(config) if config.skipped == "forecast" else None
+        self.forecast = Prior(config, config.forecast_width) if config.skipped == "forecast" else None
         if config.scale == "learned":
             self.gain = nn.Parameter(torch.empty(()))
             self.starts_at["gain"] = 1.0
@@ -205,18 +205,19 @@ class Rule:
         """[N] bool: who gets the layer."""
         config, rows, scores = router.config, sight.rows, verdict.causal.detach()
         shielded = sight.position < config.protected_tokens
+        capacity = config.share_of(sight.layer, self.capacity)
         if self.kind == "gate":
             return (verdict.teacher.detach() >= config.gate_threshold) | shielded
         if self.kind == "topk":
             if verdict.teacher is not None:
                 scores = verdict.teacher.detach()
-            return top_k(scores.masked_fill(shielded, torch.inf), rows, self.capacity) | shielded
+            return top_k(scores.masked_fill(shielded, torch.inf), rows, capacity) | shielded
         if self.kind == "running":
             recent, grid = self.remember(router, scores, sight)
             # 0.55 * 100 is a little more than 55
-            chosen = recent.larger(grid) < rows.value_of(self.capacity) * recent.spans - 1e-6
+            chosen = recent.larger(grid) < rows.value_of(capacity) * recent.spans - 1e-6
         elif self.kind == "calibrate":
-            level = scores.double().quantile(1 - self.capacity).to(scores.dtype)
+            level = scores.double().quantile(1 - capacity).to(scores.dtype)
             verdict.signs["level"] = level
             chosen = scores >= level
         else:

@@ -8,7 +8,7 @@ most surprising half.
 
 The Decision layer is the one before a routed layer; every token runs it, so a token's g is known before the Dynamic
 layer and without any later token. Only Top-K is not causal: at inference a token is chosen if g reaches a level
-calibrated on held-out text, or is among the highest of the last ones (routing.py). It stays scaled by g: training and
+calibrated on some text, or is among the highest of the last ones (routing.py). It stays scaled by g: training and
 inference differ in nothing else. The paper and its code use Top-K, or an untrained router, there.
 
 Variants, for comparison: `score` "change" ranks by D_st alone, "random" by chance; `scale` "constant"
@@ -74,7 +74,7 @@ class SDTRouter(LayerRouter):
 
     def __init__(self, config):
         super().__init__(config)
-        self.prior, self.surprise = Prior(config), Surprise(config)
+        self.prior, self.surprise = Prior(config, config.prior_width), Surprise(config)
 
     @property
     def row_macs(self) -> int:

@@ -15,7 +15,8 @@ trained on the dense result alone. Here its loss is part of the total.
 
 Where paper and code are silent or differ:
 - Training multiplies with g, inference with 1. scale="straight", the default, has the value 1 and the gradient of g,
-  so that what is trained is what runs; scale="gate" is as published.
+  so that what is trained is what runs; scale="gate" is as published; scale="student" multiplies with sigmoid(r) in
+  both, so that the task teaches the student too, and leaves o, m and b as they start.
 - The student reads both states through a norm. router_width=0 is the published linear map, else a net of that width.
 - y_{t-1} is the block's result on every token, in training; at inference the transition net is not needed.
 - gate_weight, of the mean of g, is 0 unless asked for (published with variable capacity, 0.01: gates collapse).
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from .block import norm
 from .causal import CausalModel
 from .routed import (
-    SCALE,
     RoutedCausalLM,
     RoutedClassifier,
     RoutedDecoderStack,
@@ -48,7 +48,7 @@ class STTConfig(SurpriseConfig):
 
     model_type = "tenuto_stt"
 
-    scale: SCALE = "straight"
+    scale: Literal["gate", "straight", "student", "constant", "learned", "none"] = "straight"
     trains_on: Literal["gated", "dense"] = "gated"
     stt_capacity: Literal["fixed", "variable"] = "fixed"
     gate_threshold: float = 0.5  # g_th of variable capacity
@@ -76,7 +76,7 @@ class STTRouter(LayerRouter):
     def __init__(self, config):
         super().__init__(config)
         size, width = config.hidden_size, config.router_width
-        self.transition, self.surprise = Prior(config), Surprise(config)
+        self.transition, self.surprise = Prior(config, config.prior_width), Surprise(config)
         self.norm = norm(config)
         if width:
             self.student = nn.Sequential(
@@ -103,6 +103,8 @@ class STTRouter(LayerRouter):
         verdict = Verdict(logit_N.sigmoid(), None, taught=logit_N)
         if self.config.scale in ("constant", "learned"):
             verdict.scale = self.scaled(logit_N)
+        elif self.config.scale == "student":
+            verdict.scale = verdict.causal
         if sight.training or sight.watch:
             self._teach(verdict, sight)
         return verdict
@@ -121,7 +123,8 @@ class STTRouter(LayerRouter):
         verdict.signs |= {"gate": gate_N.mean(), "s_ce": s_ce.mean(), "s_cu": s_cu.mean(),
                           "change": change_N.mean(), "error": error_N.mean()}  # fmt: skip
         if sight.training:
-            verdict.scale = self.scaled(gate_N)
+            if config.scale != "student":
+                verdict.scale = self.scaled(gate_N)
             verdict.dense, verdict.passes_dense = y_Nd, config.trains_on == "dense"
             verdict.losses = {"prior": foreseen_loss(residual_Nd, foreseen_Nd), "gate": gate_N.mean()}
 

@@ -7,19 +7,22 @@ squared distance. For a token whose residual is D, and foreseen was P:
     (3) CU = D_st - m * mean of the last W D_st                                    unexpected change
     (4) g = S_CE + S_CU - S_CE S_CU,   S_CE = sigmoid(b_ce CE),  S_CU = sigmoid(b_cu CU)
 
-All in float32 or wider. o, m and b = softplus(beta) are learned, one of each a layer, and start as published; with
-inverse_temperature="scheduled" b rises from 0.1 to 100 instead, linearly after the first tenth of the training.
+All in float32 or wider. m, o = softplus(omega) and b = softplus(beta) are learned, one of each a layer, and start as
+published; with inverse_temperature="scheduled" b rises from 0.1 to 100 instead, linearly after the first tenth of the
+training.
 
 Where the paper is silent, or its code wrong:
 - The mean of Eq. 3 is over the tokens there are, this one included, and carries no gradient. The published code fills
   the missing ones with copies of the first token's D_st, which is far from typical, and shortens W to the length of
   the text: then early tokens depend on how long the text will be.
 - A scheduled b is part of the checkpoint: evaluation uses the one that training ended with (published: the first one).
-- o is learned raw and may cross 0, where its logarithm ends: there it counts as 0.
+- o learned raw, as in some of the published versions, crosses 0, where its logarithm ends and with it S_CE and every
+  gradient that could bring it back.
 - Eq. 1 is not normalised, so a few tokens with huge states outweigh all others; normalise_surprise=True divides both
   by |x|^2 / d of the state before the block. Not in the paper; off unless asked for.
 """
 
+import math
 import warnings
 
 import torch
@@ -36,10 +39,10 @@ CONSTANT = 0.757  # what published gates come out as, nearly constant
 class Prior(nn.Module):
     """Foresees a residual from the state before it: a SwiGLU on a norm of its own, f d wide, rounded up to even."""
 
-    def __init__(self, config):
+    def __init__(self, config, share: float):
         super().__init__()
         size = config.hidden_size
-        width = max(2, -(-int(-(-size * config.prior_width // 1)) // 2) * 2)
+        width = max(2, -(-int(-(-size * share // 1)) // 2) * 2)
         self.norm = norm(config)
         self.gate, self.up = (nn.Linear(size, width, bias=False) for _ in range(2))
         self.down = nn.Linear(width, size, bias=False)
@@ -59,7 +62,9 @@ class Prior(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear map with int8 weights, one scale an output; rows are quantised as they come. For inference on a CPU."""
+    """A linear map with int8 weights, one scale an output; rows are quantised as they come, each by its own largest
+    number, so that no row changes another. For inference on a CPU.
+    """
 
     def __init__(self, layer: nn.Linear):
         super().__init__()
@@ -74,8 +79,14 @@ class Int8Linear(nn.Module):
 
     def forward(self, x_Nd: Tensor) -> Tensor:
         """[N, d] -> [N, n]."""
+        size_N1 = x_Nd.float().abs().amax(1, keepdim=True).clamp(min=1e-30)
+        # the kernel has one scale for all rows, from the least and the largest number: -1 and 1, of a row of its own
+        ends_1d = torch.ones_like(x_Nd[:1], dtype=torch.float32)
+        ends_1d[:, ::2] = -1.0
+        rows = torch.cat([x_Nd.float() / size_N1, ends_1d])
         # without VNNI two products of eight bits must fit into sixteen
-        return torch.ops.quantized.linear_dynamic(x_Nd.float(), self.packed, reduce_range=True).to(x_Nd.dtype)
+        out = torch.ops.quantized.linear_dynamic(rows, self.packed, reduce_range=True)[:-1]
+        return (out * size_N1).to(x_Nd.dtype)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -95,7 +106,7 @@ class Surprise(nn.Module):
         super().__init__()
         self.config = config
         self.offset, self.multiplier = (nn.Parameter(torch.empty(())) for _ in range(2))
-        self.starts_at = {"offset": 1.025, "multiplier": 1.1}
+        self.starts_at = {"offset": math.log(math.expm1(1.025)), "multiplier": 1.1}
         if config.inverse_temperature == "learned":
             self.expected_beta, self.unexpected_beta = (nn.Parameter(torch.empty(())) for _ in range(2))
             self.starts_at |= {"expected_beta": -0.3, "unexpected_beta": -0.6}
@@ -124,7 +135,7 @@ class Surprise(nn.Module):
             b_ce, b_cu = F.softplus(wide(self.expected_beta)), F.softplus(wide(self.unexpected_beta))
         else:
             b_ce = b_cu = wide(self.temperature)
-        expected = change_N - (error_N - (wide(self.offset).clamp(min=0.0) + 1e-10).log())
+        expected = change_N - (error_N - (F.softplus(wide(self.offset)) + 1e-10).log())
         unexpected = change_N - wide(self.multiplier) * average_N
         s_ce, s_cu = torch.sigmoid(b_ce * expected), torch.sigmoid(b_cu * unexpected)
         terms = {"both": s_ce + s_cu - s_ce * s_cu, "expected": s_ce, "unexpected": s_cu}

@@ -112,14 +112,15 @@ def calibrate(options) -> Any:
     def show_capacity() -> None:
         if not figures["found"]:
             print(
-                f"No capacity keeps the loss within {options.max_loss:g}% of the dense model's: at 1 it is"
+                f"No capacity keeps the loss within {options.max_loss:g}% of every layer's for every token: at 1 it is"
                 f" {figures['loss_percent']:+.2f}% on the other half of the documents. Nothing is saved."
             )
             return
         print(
             f"capacity {figures['capacity']:g}: on the other half of the documents the layers take"
             f" {100 * figures['capacity_realised']:.1f}% of the tokens, {figures['macs_percent']:.1f}% of the MACs,"
-            f" {figures['kv_percent']:.1f}% of the K/V bytes, loss {figures['loss_percent']:+.2f}% of the dense model's"
+            f" {figures['kv_percent']:.1f}% of the K/V bytes, loss {figures['loss_percent']:+.2f}% against every"
+            " token in every layer"
             f" ({'met' if figures['met'] else 'not met there'})."
             + (" Written into the checkpoint's config." if figures["saved"] else "")
         )
