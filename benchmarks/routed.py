@@ -6,7 +6,7 @@ d = 512, 8 heads, grouped-query attention over 4, feed-forward 1,408, vocabulary
 calibrated on random text, so that the realised capacity is what the rule gives, and is reported.
 
     layer      a skipping layer's prefill of one text of T tokens as a share of the dense layer's, router included: the
-               layer's own part of a forward, timed between two layers; asked 0.55 at T >= 512
+               layer's own part of a forward, its cache written, timed between two layers; asked 0.55 at T >= 512
     decoding   tokens a second of a whole model of 8 layers, every second one routed, 1, 16 and 64 rows after a context
                of 256, beside the same model without routed layers; and its K/V bytes, slots written and slots
                allocated, by the cache itself
@@ -80,7 +80,7 @@ def layer(kind: str, lengths: list[int], repeats: int) -> dict:
         for _ in range(3 * repeats):
             for name, knobs in (("routed", {}), ("dense", {"selection": "dense"})):
                 marks.clear()
-                model(ids, use_cache=False, logits_to_keep=1, **knobs)
+                model(ids, cache=DynamicCache(config=model.config), logits_to_keep=1, **knobs)
                 spent = marks[1] - marks[0]
                 each[name] = min(each.get(name, spent), spent)
         figures[str(length)] = {

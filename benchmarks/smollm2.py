@@ -2,9 +2,11 @@
 
     python benchmarks/smollm2.py SOURCE --text FILE [--to sdt] [--pairs 10] [--json FILE]
 
-SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file), which is converted in memory.
-Levels are calibrated on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window,
-the model's first token (id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
+SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file). That is measured as it is
+("original") and converted in memory, its first token protected as in recipes/routed/smollm2.yaml, with the gates of the
+architecture and, to tell what skipping costs from what scaling costs, without any (scale "none"). Levels are calibrated
+on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the model's first token
+(id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
 """
 
 import argparse
@@ -27,15 +29,21 @@ SETTINGS = ({"selection": "dense"}, {"capacity": 0.9}, {"capacity": 0.75}, {"cap
 
 
 def open_source(source: str, to: str):
-    """Model and tokenizer."""
+    """By name, models and how they are called; and the tokenizer."""
     folder = Path(source)
     if (folder / "recipe.yaml").is_file():
         from tenuto.evaluate import load
 
         loaded = load(folder)
-        return loaded.model, loaded.tokenizer
+        return {"adapted": (loaded.model, SETTINGS)}, loaded.tokenizer
     original, tokenizer = read(source)
-    return convert(original, to), tokenizer
+    models = {"original": (original, SETTINGS[:1])}
+    for scale in ("own", "none"):
+        model = convert(original, to)
+        model.config.protected_tokens = 1
+        model.config.scale = model.config.scale if scale == "own" else scale
+        models[f"converted, gates {scale}"] = (model, SETTINGS)
+    return models, tokenizer
 
 
 def calibration_text(tokenizer, tokens: int = 8192) -> torch.Tensor:
@@ -53,7 +61,9 @@ def perplexity(model, ids: torch.Tensor, **knobs) -> tuple[float, float]:
     """Perplexity of a row, and the share of tokens that the routed layers took."""
     out = model(ids, use_cache=False, **knobs)
     loss = F.cross_entropy(out.logits[0, :-1].float(), ids[0, 1:])
-    return math.exp(float(loss)), float(out.executed[..., model.config.routed_layers].float().mean())
+    routed = getattr(model.config, "routed_layers", None)
+    share = 1.0 if routed is None else float(out.executed[..., routed].float().mean())
+    return math.exp(float(loss)), share
 
 
 def main() -> None:
@@ -68,20 +78,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     start = time.time()
-    model, tokenizer = open_source(options.source, options.to)
-    model.calibrate(input_ids=calibration_text(tokenizer), batch=4)
+    models, tokenizer = open_source(options.source, options.to)
+    text = calibration_text(tokenizer)
     ids = tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     ids = torch.tensor([[options.first, *ids[: WINDOW - 1]]])
     rows = []
-    for knobs in SETTINGS:
-        value, share = perplexity(model, ids, **knobs)
-        row = {**knobs, "realised": round(share, 4), "perplexity": round(value, 3)}
-        if options.pairs:
-            asked = {"capacities": (knobs["capacity"],)} if "capacity" in knobs else knobs
-            said = evaluate_lm(model, tokenizer, ["blimp"], limit=options.pairs, **asked)
-            row["blimp"] = said["rows"][0]["groups"]["blimp"]["accuracy"]
-        rows.append(row)
-        print(row, file=sys.stderr, flush=True)
+    for name, (model, settings) in models.items():
+        routed = name != "original"
+        if routed:
+            model.calibrate(input_ids=text, batch=4)
+        for knobs in settings:
+            given = knobs if routed else {}
+            value, share = perplexity(model, ids, **given)
+            row = {"model": name, **given, "realised": round(share, 4), "perplexity": round(value, 3)}
+            if options.pairs:
+                asked = {"capacities": (given["capacity"],)} if "capacity" in given else given
+                said = evaluate_lm(model, tokenizer, ["blimp"], limit=options.pairs, **asked)
+                row["blimp"] = said["rows"][0]["groups"]["blimp"]["accuracy"]
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
     figures = {"source": Path(options.source).name, "tokens": ids.shape[1], "rows": rows}
     if options.json:
         write_result(

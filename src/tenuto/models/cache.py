@@ -106,8 +106,9 @@ class Carried:
 class ChosenLayer:
     """A layer of a transformers cache that holds keys and values of the chosen tokens only (routing.py).
 
-    keys, values [B, H, C, D] (C: allocated), places [B, C]: which token of its sequence each slot holds, ascending;
-    used [B]: how many slots are written, where the next one goes. past: by name, what a router remembers [B, ...].
+    keys, values [B, H, C, D] (C: allocated for the fullest sequence), places [B, C] int32: which token of its sequence
+    each slot holds, ascending; used [B]: how many slots are written, where the next one goes. past: by name, what a
+    router remembers [B, ...].
     """
 
     is_compileable = is_sliding = supports_early_init = False
@@ -124,7 +125,7 @@ class ChosenLayer:
             self.used = torch.zeros_like(chosen.counts)
         if self.keys is None and len(chosen):
             self.keys, self.values = (part[:, :, :0] for part in new)
-            self.places = chosen.places[:, :0]
+            self.places = chosen.places[:, :0].int()
         if len(chosen):
             room = int((self.used + chosen.counts).max())
             rows = chosen.rows
@@ -134,7 +135,7 @@ class ChosenLayer:
                 for old, part in ((self.keys, new[0]), (self.values, new[1]))
             )
             places = self._put(
-                self.places[:, None, :, None], chosen.places[:, None, :, None], slots, rows, room
+                self.places[:, None, :, None], chosen.places.int()[:, None, :, None], slots, rows, room
             )
             self.places = places[:, 0, :, 0]
             self.used = self.used + chosen.counts
@@ -145,13 +146,13 @@ class ChosenLayer:
         most = int(self.used.max())
         return (
             tuple(part[:, :, :most].transpose(1, 2) for part in (self.keys, self.values)),
-            self.places[:, :most],
+            self.places[:, :most].long(),
         )
 
     @staticmethod
     def _put(old: Tensor, new: Tensor, slots: tuple[Tensor, Tensor], rows: Rows, room: int) -> Tensor:
         if old.shape[2] < room:
-            empty = NOWHERE if old.dtype == torch.long else 0
+            empty = 0 if old.is_floating_point() else NOWHERE
             grown = old.new_full((*old.shape[:2], grown_to(room), old.shape[3]), empty)
             grown[:, :, : old.shape[2]] = old
             old = grown
