@@ -35,9 +35,15 @@ TEXT = {
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 0.01, "logging_steps": 1}
 
 
-def train(folder, kind, steps=12):
+def train(folder, kind, steps=12, **more):
     training = {**TRAINING, "max_steps": steps}
-    recipe = {"preset": f"{kind}-tiny", "head": "causal", "data": {"text": TEXT}, "training": training}
+    recipe = {
+        "preset": f"{kind}-tiny",
+        "head": "causal",
+        "data": {"text": TEXT},
+        "training": training,
+        **more,
+    }
     (folder / f"{kind}.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", str(folder / f"{kind}.yaml"), "--output", str(folder / kind)]) == 0
     return folder / kind
@@ -503,3 +509,28 @@ def test_report_of_a_mod_has_no_surprise_to_test(folder):
     html = routed_page(figures)
     well_formed(html)
     assert figures["shift"] is None and "Mixture-of-Depths has none" in html
+
+
+def test_lora_takes_low_rank_steps_and_leaves_an_ordinary_checkpoint(sdt, folder, tmp_path, capsys):
+    """Block matrices move by rank r, routers in full, all else stays; no adapter is left in what is saved."""
+    before = load_file(sdt / "model.safetensors")
+    run = train(tmp_path, "sdt", 3, start=str(sdt), lora={"r": 2, "lora_alpha": 4})
+    after, moved = load_file(run / "model.safetensors"), set()
+    assert set(after) == set(before)
+    for name, weight in after.items():
+        step = weight - before[name]
+        if not step.any():
+            continue
+        moved.add(name)
+        if ".routers." in name:
+            continue
+        assert ".attention." in name or ".feed_forward." in name, name
+        for matrix in step.flatten(0, -3) if step.dim() > 2 else [step]:
+            values = torch.linalg.svdvals(matrix.double())
+            assert values[2:].max() < 1e-5 * values[0], name
+    assert any(".surprise." in name for name in moved) and any(".prior." in name for name in moved)
+    matrices = {
+        name for name in before if re.search(r"blocks\.\d+\.(attention|feed_forward)\.\w+\.weight", name)
+    }
+    assert matrices and matrices <= moved and "embed_tokens.weight" not in moved
+    assert answer(capsys, "evaluate", run)["loss"] > 0
