@@ -34,6 +34,7 @@ PLANS = {
     "ablations": ROOT / "recipes/routed/ablations.yaml",
     # what they hold is in test_pairs.py
     "scan": ROOT / "recipes/scan/depth.yaml",
+    "routed-scan": ROOT / "recipes/routed/scan.yaml",
     "cogs": ROOT / "recipes/cogs/depth.yaml",
     "translation": ROOT / "recipes/translation/ablations.yaml",
 }
