@@ -143,12 +143,46 @@ def attend(
                     which = bucket(j - place, bias.buckets, bias.max_distance, bias.causal)
                     score = score + bias.bias[which, h]
                 scores.append(score)
-            weights = torch.stack(scores)
-            weights = (weights - weights.max()).exp()
-            weights = weights / weights.sum()
+            if attention.geometric is not None and not attention.cross:
+                weights = nearest_match(
+                    attention.geometric.bias[h], h, H, attention.is_causal, scores, visible, place
+                )
+            else:
+                weights = torch.stack(scores)
+                weights = (weights - weights.max()).exp()
+                weights = weights / weights.sum()
             heads.append(sum(w * values[j][h] for w, j in zip(weights, visible, strict=True)))
         y = y + g * expert_of(attention.output, torch.cat(heads), e)
     return y, p, list(gates)
+
+
+def nearest_match(
+    bias, head: int, heads: int, causal: bool, scores: list, visible, place: int
+) -> list[Tensor]:
+    """Weights of the `visible` keys for one head of geometric attention: p of a key on the head's side, times 1 - p of
+    every one that stands between.
+    """
+    left = causal or head < heads // 2
+    p = {j: 1 / (1 + torch.exp(-(score + bias))) for j, score in zip(visible, scores, strict=True)}
+    weights = []
+    for j in visible:
+        weight = torch.zeros_like(bias)
+        if (j < place) if left else (j > place):
+            weight = p[j]
+            for k in visible:
+                if min(j, place) < k < max(j, place):
+                    weight = weight * (1 - p[k])
+        weights.append(weight)
+    return weights
+
+
+def copied(gate, h: Tensor, attended: Tensor, after: Tensor) -> Tensor:
+    """h where the copy gate is shut, the block's result where it is open."""
+    if gate is None:
+        return after
+    hidden = activate("gelu", normalise(gate.norm, attended) @ gate.hidden.weight.T + gate.hidden.bias, None)
+    g = torch.sigmoid(hidden @ gate.out.weight.T + gate.out.bias)
+    return (1 - g) * h + g * after
 
 
 def mim(weights: Tensor, probs: Tensor) -> Tensor:
@@ -263,12 +297,12 @@ class _Sequence:
 
     def block(self, block, x, t, keys, values, memory, prefix, weight, activation):
         visible = range(t + 1) if self.causal else range(len(keys))
-        branch = block.attention_branch
+        branch, before = block.attention_branch, x
         y, p, chosen = attend(
             block.attention, normalise(branch.before, x), t, keys, values, visible, self.stack.bias
         )
         self.note(prefix + "attention", weight, p, chosen)
-        x = normalise(branch.after, x + normalise(branch.inner, y))
+        x = attended = normalise(branch.after, x + normalise(branch.inner, y))
         if block.cross is not None:
             branch = block.cross_branch
             k, v = memory
@@ -278,7 +312,7 @@ class _Sequence:
         branch = block.feed_forward_branch
         y, p, chosen = feed_forward(block.feed_forward, normalise(branch.before, x), activation)
         self.note(prefix + "feed_forward", weight, p, chosen)
-        return normalise(branch.after, x + normalise(branch.inner, y))
+        return copied(block.gate, before, attended, normalise(branch.after, x + normalise(branch.inner, y)))
 
     def run(self, config, xs, memory, threshold, min_steps, max_steps):
         stack, T = self.stack, len(xs)
@@ -493,9 +527,37 @@ def masked_attention(attention, x, keys, values, visible, places, bias):
             [bucket(j - i, bias.buckets, bias.max_distance, bias.causal) for j in range(S)] for i in range(T)
         ]
         scores = scores + bias.bias[torch.tensor(which)].permute(2, 0, 1)
-    scores = torch.where(visible[:, None, None], scores, scores.new_tensor(-1e30))
-    mixed = torch.einsum("beHts,bsHd->bteHd", scores.softmax(-1), values).flatten(-2)
+    if attention.geometric is not None and not attention.cross:
+        weights = nearest_matches(attention, scores, visible)
+    else:
+        weights = torch.where(visible[:, None, None], scores, scores.new_tensor(-1e30)).softmax(-1)
+    mixed = torch.einsum("beHts,bsHd->bteHd", weights, values).flatten(-2)
     return torch.einsum("bte,bted->btd", gates, all_experts(attention.output, mixed)), p, gates
+
+
+def nearest_matches(attention, scores, visible):
+    """The weights of `nearest_match` for all queries [b, e, H, t, s], key by key outwards from the query."""
+    T, S = scores.shape[-2:]
+    p = torch.sigmoid(scores + attention.geometric.bias[:, None, None]) * visible[:, None, None]
+    rows = []
+    for i in range(T):
+        columns = {j: torch.zeros_like(p[..., i, 0]) for j in range(S)}
+        for heads, order in (
+            ((slice(0, attention.heads), range(i - 1, -1, -1)),)
+            if attention.is_causal
+            else (
+                (slice(0, attention.heads // 2), range(i - 1, -1, -1)),
+                (slice(attention.heads // 2, None), range(i + 1, S)),
+            )
+        ):
+            left = torch.ones_like(p[:, :, heads, i, 0])
+            for j in order:
+                here = torch.zeros_like(columns[j])
+                here[:, :, heads] = left * p[:, :, heads, i, j]
+                columns[j] = columns[j] + here
+                left = left * (1 - p[:, :, heads, i, j])
+        rows.append(torch.stack([columns[j] for j in range(S)], -1))
+    return torch.stack(rows, -2)
 
 
 def masked_feed_forward(ffn, x, activation):
@@ -572,7 +634,8 @@ def masked_stack(
             attention, normalise(branch.before, new), keys, values, visible, mask, stack.bias
         )
         note(prefix + "attention", p, gates)
-        new = normalise(branch.after, new + normalise(branch.inner, y))
+        before, new = new, normalise(branch.after, new + normalise(branch.inner, y))
+        attended = new
         if block.cross is not None:
             branch, attention = block.cross_branch, block.cross
             keys = (memory @ attention.key.weight.T).unflatten(-1, shape)
@@ -589,6 +652,7 @@ def masked_stack(
         )
         note(prefix + "feed_forward", p, gates)
         new = normalise(branch.after, new + normalise(branch.inner, y))
+        new = copied(block.gate, before, attended, new)
         h = torch.where(live[..., None], new, h)
         s = torch.where(live[..., None], mix + (1 - spent)[..., None] * h, s)
         depths = torch.where(live, torch.full_like(depths, step), depths)
@@ -634,9 +698,21 @@ CASES = {
     "sut": ("sut-tiny", {**_HALTING, "classifier_pooling": "mean"}),
     "ut-pair": ("ut-tiny", {**_HALTING, "classifier_pooling": "pair", "type_vocab_size": 2}),
     "sut-pre": ("sut-tiny", {**_HALTING, **PRE, "min_steps": 2}),
+    "ut-geometric": (
+        "ut-tiny",
+        {
+            **_HALTING,
+            "relative_positions": "geometric",
+            "positions": "none",
+            "copy_gate": -1.0,
+            "norm": "rmsnorm",
+            "norm_placement": "sandwich",
+        },
+    ),
+    "sut-geometric-fixed": ("sut-tiny", {**_FIXED, "relative_positions": "geometric", "copy_gate": 0.0}),
 }
 DENSE = ("transformer", "transformer-pre", "moa")
-HALTING = ("ut", "ut-pair", "sut", "sut-pre")
+HALTING = ("ut", "ut-pair", "sut", "sut-pre", "ut-geometric")
 HEADS = ("classification", "text-to-text")
 LENGTHS = (6, 4, 1)
 LABELS = {

@@ -170,7 +170,8 @@ def test_packed_figures_are_rows_times_cost_of_a_row(case):
     macs = out.compute.macs
     dense = case.startswith("ut")
     zero = torch.zeros_like(steps)
-    work = steps * (attention.row_macs + ffn.row_macs)
+    gate = 0 if block.gate is None else block.gate.row_macs
+    work = steps * (attention.row_macs + ffn.row_macs + gate)
     assert torch.equal(macs["linear"], projected * attention.kv_macs + (work if dense else zero))
     if not dense:
         assert torch.equal(macs["expert"], work)

@@ -528,3 +528,37 @@ def test_sequences_of_one_token(case):
         want = reference.by_token(model, ids, torch.ones(1, 1), **extra)
     close(got.logits, want.logits, 1e-10)
     assert torch.equal(got.depths, want.encoder.depths)
+
+
+def test_geometric_weights_by_hand():
+    """Five tokens, two heads: the nearest match to the left, and to the right; what is passed over counts."""
+    from tenuto.models.geometric import GeometricWeights
+
+    module = GeometricWeights(2, causal=False)
+    module.bias.data.zero_()
+    p = torch.tensor([0.9, 0.5, 0.3, 0.8, 0.6], dtype=torch.float64)
+    scores = (p / (1 - p)).log().expand(1, 2, 5, 5)
+    offsets = torch.arange(5)[None, None, :] - torch.arange(5)[None, :, None]
+    weights = module(scores, offsets, None)
+    left, right = weights[0, 0, 3], weights[0, 1, 1]
+    torch.testing.assert_close(left, torch.tensor([0.9 * 0.5 * 0.7, 0.5 * 0.7, 0.3, 0.0, 0.0]).double())
+    torch.testing.assert_close(right, torch.tensor([0.0, 0.0, 0.3, 0.8 * 0.7, 0.6 * 0.7 * 0.2]).double())
+    assert not weights[0, 0, 0].any() and not weights[0, 1, 4].any()
+    # one that may not be read is passed over for nothing
+    visible = torch.tensor([True, True, False, True, True]).view(1, 1, 1, 5)
+    hidden = module(scores, offsets, visible)[0, 0, 3]
+    torch.testing.assert_close(hidden, torch.tensor([0.9 * 0.5, 0.5, 0.0, 0.0, 0.0]).double())
+    with pytest.raises(Exception, match="num_attention_heads=3 must be even"):
+        preset("ut-tiny", relative_positions="geometric", num_attention_heads=3)
+
+
+def test_copy_gate_begins_where_it_is_told():
+    """Shut, the state stays; open, it is the block's."""
+    from tenuto.models.geometric import CopyGate
+
+    h, a, after = torch.randn(3, 4, 8).unbind(0)
+    for start, want in ((-30.0, h), (30.0, after), (0.0, (h + after) / 2)):
+        model = build(preset("ut-tiny", hidden_size=8, copy_gate=start), "encoder")
+        gate = model.stack.block.gate
+        assert isinstance(gate, CopyGate)
+        torch.testing.assert_close(gate(h, a, after), want)

@@ -42,6 +42,8 @@ DECODERS = {
     "sut": ("sut", {}),
     "sut-t5": ("sut-pre", {}),
     "sut-hidden": ("sut", {"kv_source": "hidden"}),
+    "ut-geometric": ("ut-geometric", {}),
+    "sut-geometric": ("sut-geometric-fixed", {}),
 }
 HALTING = [name for name, (case, _) in DECODERS.items() if case in reference.HALTING]
 decoders = pytest.mark.parametrize("name", DECODERS)

@@ -8,6 +8,8 @@ key/value heads. E = 1 is ordinary multi-head attention; H = 1 is MoA.
     (2) score(i, j) = D^-0.5 q_i . k_j + b[h, bucket(j - i)]                   relative_positions "t5"
     (3) y_i = sum_e g(e|x_i) O_e softmax_j(score_e(i, j)) V_j
 
+With relative_positions "geometric" the weights are those of geometric.py instead of the softmax.
+
 Offsets clip at +-W (the released code clips at W-1, which leaves W = 1 without any position).
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .experts import Dispatch, ExpertLinear, Router
+from .geometric import GeometricWeights
 from .ledger import Ledger
 from .rows import QueryGroup, Rows
 
@@ -255,6 +258,9 @@ class Attention(nn.Module):
         self.relative = None
         if config.relative_positions == "window" and not cross:
             self.relative = RelativeWindow(self.heads, self.head_dim, config.window)
+        self.geometric = None
+        if config.relative_positions == "geometric" and not cross:
+            self.geometric = GeometricWeights(self.heads, causal)
 
     @property
     def pair_macs(self) -> int:
@@ -316,11 +322,13 @@ class Attention(nn.Module):
         elif scores is not None and scores.dtype == torch.bool:
             scores = scores.expand(S, 1, k * Q, -1)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        if q_SHLD.is_cpu and scores is not None and scores.requires_grad:
+        if self.geometric is not None:
+            attend = geometric_attention
+        elif q_SHLD.is_cpu and scores is not None and scores.requires_grad:
             # no fused kernel gives a bias its gradient on a CPU; SDPA's fallback is slower than the plain formula
             attend = eager_attention
         dropout = self.config.attention_dropout if self.training else 0.0
-        common = {"dropout": dropout, "scaling": D**-0.5, "is_causal": view.causal}
+        common = {"dropout": dropout, "scaling": D**-0.5, "is_causal": view.causal, "offsets": view.offsets}
         pieces = []
         for first, end, read in view.spans or ((0, k * Q, keys.shape[2]),):
             part = scores if scores is None else scores[..., first:end, :read]
@@ -363,4 +371,12 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
         else:
             scores = scores + attention_mask
     weights = nn.functional.dropout(scores.softmax(-1), dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def geometric_attention(module, query, key, value, visible, offsets, scaling, dropout=0.0, **_):
+    """The plain formula with geometric.py's weights; same layouts as transformers' functions."""
+    key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
+    weights = module.geometric((query * scaling) @ key.transpose(-1, -2), offsets, visible)
+    weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights

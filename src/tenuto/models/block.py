@@ -8,6 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import Attention, BucketBias, Reach, View
 from .documents import Documents
 from .experts import Dispatch, FeedForward
+from .geometric import CopyGate
 from .ledger import Ledger
 from .linear_attention import LinearAttention, RecurrentState
 from .memory import Recall
@@ -89,6 +90,8 @@ class Block(GradientCheckpointingLayer):
         self.cross_branch = Branch(config) if cross else None
         self.feed_forward = FeedForward(config)
         self.feed_forward_branch = Branch(config)
+        start = getattr(config, "copy_gate", None)
+        self.gate = None if start is None else CopyGate(config.hidden_size, start, norm(config))
 
     def forward(
         self,
@@ -105,10 +108,10 @@ class Block(GradientCheckpointingLayer):
         `kv`: self-attention's buffers, from `keys_values`. `memory_kv`: the encoder's, from `memory_keys_values`.
         `views`, `memory_views`: what the queries may read, from `Reach`. `angles`: rotary positions of the rows.
         """
-        routing = {}
+        routing, h_Nd = {}, x_Nd
         branch = self.attention_branch
         out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, views, angles)
-        x_Nd = branch.add(x_Nd, out)
+        x_Nd = a_Nd = branch.add(x_Nd, out)
         if self.cross is not None:
             branch = self.cross_branch
             out, routing["cross"] = self.cross(branch.before(x_Nd), rows, memory_kv, memory_views)
@@ -116,6 +119,8 @@ class Block(GradientCheckpointingLayer):
         branch = self.feed_forward_branch
         out, routing["feed_forward"] = self.feed_forward(branch.before(x_Nd))
         x_Nd = branch.add(x_Nd, out)
+        if self.gate is not None:
+            x_Nd = self.gate(h_Nd, a_Nd, x_Nd)
         return x_Nd, {name: one for name, one in routing.items() if one is not None}
 
     def keys_values(
@@ -153,6 +158,8 @@ class Block(GradientCheckpointingLayer):
         kind = "linear" if feed_forward.router.experts == 1 else "expert"
         ledger.add(kind, rows.per_sequence, feed_forward.row_macs)
         ledger.add("router", rows.per_sequence, feed_forward.router.row_macs)
+        if self.gate is not None:
+            ledger.add("linear", rows.per_sequence, self.gate.row_macs)
 
     def token_macs(self) -> int:
         """MACs of one token through the block, keys and values (the encoder's too) included, scores not.
@@ -161,6 +168,7 @@ class Block(GradientCheckpointingLayer):
         """
         parts = [self.attention] + ([self.cross] if self.cross is not None else [])
         macs = self.feed_forward.row_macs + self.feed_forward.router.row_macs
+        macs += 0 if self.gate is None else self.gate.row_macs
         return macs + sum(part.row_macs + part.kv_macs + part.router.row_macs for part in parts)
 
 
@@ -276,8 +284,8 @@ class Stack(nn.Module):
         """
         chosen, keys = self.config.attention_experts_per_token, past + length
         bias_HTT = self.bias.all_pairs(keys, past) if self.bias is not None else None
-        window = self.config.relative_positions == "window"
-        own = Reach(keys, chosen, mask_BT, self.is_causal, bias_HTT, window, past=past)
+        offsets = self.config.relative_positions in ("window", "geometric")
+        own = Reach(keys, chosen, mask_BT, self.is_causal, bias_HTT, offsets, past=past)
         if memory is None:
             return own, None
         return own, Reach(memory.shape[1], chosen, memory_mask)

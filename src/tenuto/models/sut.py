@@ -33,7 +33,7 @@ class SparseUniversalTransformerConfig(UniversalTransformerConfig):
     ffn_experts: int = 24
     ffn_experts_per_token: int = 4
     activation: Literal["relu", "gelu", "swiglu"] = "gelu"
-    relative_positions: Literal["window", "t5", "none"] = "window"
+    relative_positions: Literal["window", "t5", "geometric", "none"] = "window"
     window: int = 64
 
 

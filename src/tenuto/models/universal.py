@@ -49,6 +49,8 @@ class UniversalTransformerConfig(AdaptiveConfig):
     num_decoder_loops: int = 6
     input_injection: Literal["none", "add"] = "none"
     kv_source: Literal["state", "hidden"] = "state"  # of a step's keys and values: s or h of the step before
+    relative_positions: Literal["window", "t5", "geometric", "none"] = "none"
+    copy_gate: float | None = None  # where its bias starts; None: no gate (geometric.py)
 
     policy: Literal["fixed", "stick_breaking"] = "stick_breaking"
     halt_threshold: float = 0.999
@@ -62,6 +64,11 @@ class UniversalTransformerConfig(AdaptiveConfig):
             raise ValueError(f"min_steps={self.min_steps} must lie between 1 and num_loops={self.num_loops}.")
         if not 0.0 <= self.halt_threshold <= 1.0:
             raise ValueError(f"halt_threshold={self.halt_threshold} must lie between 0 and 1.")
+        if self.relative_positions == "geometric" and self.num_attention_heads % 2:
+            raise ValueError(
+                f'num_attention_heads={self.num_attention_heads} must be even with relative_positions="geometric":'
+                " half of the heads look to each side."
+            )
         if self.policy == "fixed" and self.act_weight:
             raise ValueError(
                 f'act_weight={self.act_weight} has nothing to weigh with policy="fixed":'
