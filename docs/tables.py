@@ -258,6 +258,38 @@ def collapse(name: str) -> str:
     return "\n".join(lines)
 
 
+def shift(name: str) -> str:
+    """S_CU - S_CE of SDT and STT at the beginning and the end of training: does novelty give way to prediction?"""
+    lines = ["| model | seed | first tenth | last tenth | shift |", "|---" * 5 + "|"]
+    for one in figures_of(name)["results"]:
+        if one.get("shift"):
+            first, last = (one["shift"][part] for part in ("first", "last"))
+            lines.append(
+                f"| {one['row']} | {one['seed']} | {first['difference']:+.4f} ± {first['error']:.4f}"
+                f" | {last['difference']:+.4f} ± {last['error']:.4f} | {'yes' if one['shift']['shift'] else 'no'} |"
+            )
+    return "\n".join(lines)
+
+
+def routers(name: str) -> str:
+    """Trained causal routers against their teacher's Top-K, beside the majority rate; means over seeds."""
+    lines = ["| model | layer (from 0) | seeds | right % | majority % | F1 | beats it in |", "|---" * 7 + "|"]
+    cells: dict[tuple[str, str], list[dict]] = {}
+    for one in figures_of(name)["results"]:
+        for layer, row in one.get("routers", {}).items():
+            if "router" in row:
+                cells.setdefault((one["row"], layer), []).append(row)
+    for (row, layer), some in cells.items():
+        right, majority, f1 = (
+            sum(one[key] for one in some) / len(some) for key in ("router", "router_majority", "router_f1")
+        )
+        lines.append(
+            f"| {row} | {layer} | {len(some)} | {100 * right:.1f} | {100 * majority:.1f} | {f1:.3f}"
+            f" | {sum(one['beats'] for one in some)} of {len(some)} |"
+        )
+    return "\n".join(lines)
+
+
 def grid(name: str) -> str:
     """The grid of the exponent: held-out loss by width and loops, means over seeds."""
     cells: dict[tuple[int, int], list[float]] = {}
@@ -444,6 +476,8 @@ MAKERS = {
     "memory": memory,
     "headroom": headroom,
     "correlation": correlation,
+    "shift": shift,
+    "routers": routers,
     "rules": rules,
     "slots": slots,
     "lines": lines_of,

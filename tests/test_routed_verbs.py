@@ -534,3 +534,100 @@ def test_lora_takes_low_rank_steps_and_leaves_an_ordinary_checkpoint(sdt, folder
     }
     assert matrices and matrices <= moved and "embed_tokens.weight" not in moved
     assert answer(capsys, "evaluate", run)["loss"] > 0
+
+
+# rows of `tenuto compare`
+
+
+@pytest.fixture(scope="module")
+def compared(folder, stt):
+    """A plan of four rows, two seeds, and what came of it."""
+    from tenuto.compare import run_comparison
+
+    base = yaml.safe_load((stt.parent / "stt.yaml").read_text())
+    base["training"]["max_steps"] = 6
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    plan = {
+        "base": str(folder / "base.yaml"),
+        "against": "every token",
+        "seeds": [0, 1],
+        "capacities": [0.25],
+        "rows": {
+            "every token": {
+                "preset": "mod-tiny",
+                "config": {"capacity": 1.0, "scale": "none"},
+                "seeds": [0, 1],
+            },
+            "stt": {},
+            "random": {"preset": "sdt-tiny", "config": {"score": "random"}, "seeds": [1]},
+        },
+    }
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    return run_comparison(folder / "plan.yaml", folder / "rows"), folder / "rows"
+
+
+def test_comparison_of_routed_rows(compared):
+    """Every rule and capacity by `measure`, differences seed by seed, shares of the dense model's bytes."""
+    figures, output = compared
+    rows = {row["row"]: row for row in figures["rows"]}
+    cells = {(one["row"], one["seed"]): one for one in figures["results"]}
+    assert figures["done"] == 5 and json.loads((output / "table.json").read_text()) == figures
+    loaded = load(output / "stt-1")
+    corpus, cell = corpus_of(loaded), cells["stt", 1]
+    assert {(one["selection"], one["capacity"]) for one in cell["rules"]} == {
+        ("threshold", 0.5), ("running", 0.5), ("topk", 0.5), ("dense", 1.0), ("threshold", 0.25)
+    }  # fmt: skip
+    said = {}
+    for one in cell["rules"]:
+        knobs = {"selection": one["selection"]}
+        if one["selection"] != "dense":
+            knobs["capacity"] = one["capacity"]
+        said[one["selection"], one["capacity"]] = found = measure(loaded.model, corpus, **knobs)
+        assert one["loss"] == pytest.approx(found.loss, abs=1e-4)
+        tokens = int((found.depths > 0).sum())
+        assert one["kv_bytes_per_token"] == pytest.approx(int(found.row_kv_bytes.sum()) / tokens, abs=0.1)
+        assert one["macs_per_token"] == pytest.approx(found.macs / tokens, abs=1)
+        assert one["realised"] == realised(loaded.model.config, found.mean_depth)
+    losses = {seed: [cells[row, seed]["loss"] for row in ("stt", "every token")] for seed in (0, 1)}
+    gaps = [ours - theirs for ours, theirs in losses.values()]
+    assert rows["stt"]["loss"] == pytest.approx(np.mean([ours for ours, _ in losses.values()]), abs=1e-4)
+    assert rows["stt"]["minus_against"] == pytest.approx(np.mean(gaps), abs=1e-4)
+    assert rows["stt"]["minus_against_spread"] == pytest.approx(np.std(gaps, ddof=1), abs=1e-4)
+    assert rows["random"]["seeds"] == 1 and rows["random"]["loss_spread"] is None
+    assert rows["random"]["minus_against"] == pytest.approx(
+        cells["random", 1]["loss"] - cells["every token", 1]["loss"], abs=1e-4
+    )
+    own, top, dense = (said[key] for key in (("threshold", 0.5), ("topk", 0.5), ("dense", 1.0)))
+    over = [
+        100 * (by["threshold", 0.5] / by["topk", 0.5] - 1)
+        for by in (
+            {(one["selection"], one["capacity"]): one["loss"] for one in cells["stt", seed]["rules"]}
+            for seed in (0, 1)
+        )
+    ]
+    assert over[1] == pytest.approx(100 * (own.loss / top.loss - 1), abs=0.01)
+    assert rows["stt"]["over_topk_percent"] == pytest.approx(np.mean(over), abs=0.01)
+    kv = own.row_kv_bytes.sum() / dense.row_kv_bytes.sum()
+    assert rows["stt"]["kv_share"] == pytest.approx(float(kv), abs=0.03)
+    assert rows["every token"]["realised"] == 1.0 and rows["every token"]["kv_share"] == 1.0
+
+
+def test_routers_and_shift_of_compared_rows(compared):
+    """Only a trained causal router is held against the majority; surprise shifts where it is logged."""
+    from tenuto.compare import agreement
+
+    figures, output = compared
+    cells = {(one["row"], one["seed"]): one for one in figures["results"]}
+    loaded = load(output / "stt-0")
+    corpus = corpus_of(loaded)
+    causal, top = (measure(loaded.model, corpus, selection=rule).executed for rule in ("threshold", "topk"))
+    want = agreement(loaded.model, corpus, causal)
+    assert cells["stt", 0]["routers"] == want and set(want) == {"1", "3"}
+    for layer, row in want.items():
+        alike = (causal[:, int(layer)] == top[:, int(layer)]).mean()
+        assert row["alike"] == pytest.approx(alike, abs=1e-4)
+        assert row["beats"] == (row["router"] > row["router_majority"] + 1 / len(causal) ** 0.5)
+    assert all("beats" not in row for row in cells["random", 1]["routers"].values())
+    assert cells["every token", 0]["shift"] is None
+    history = json.loads((output / "stt-0" / "training.json").read_text())["history"]
+    assert cells["stt", 0]["shift"] == shift(history)["overall"]

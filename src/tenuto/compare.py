@@ -20,6 +20,7 @@ from .collapse import collapse
 from .compare_problems import measure_problems, problems_lines
 from .matrix import Cell, load_plan, run_cells, varied
 from .recipe import Recipe, Schedule, load_recipe
+from .shift import shift
 
 
 @dataclass
@@ -186,6 +187,14 @@ def depth_curve(history: list[dict[str, Any]], stops: bool) -> list[list[float]]
     return [[one["step"], round(one[key], 3)] for one in history if key in one]
 
 
+def shift_in(folder: Path) -> dict[str, Any] | None:
+    """Of a trained folder, whether surprise by novelty gave way to surprise by prediction, over the mean of its layers
+    (shift.py); None where no surprise was logged.
+    """
+    found = shift(json.loads((folder / "training.json").read_text())["history"])
+    return None if found is None else found["overall"]
+
+
 def agreement(model, corpus, causal: np.ndarray, top: np.ndarray | None = None) -> dict[str, dict[str, Any]]:
     """Of each routed layer, how its causal choice [N, L] compares with Top-K's (`top` [N, L]) on the same text.
 
@@ -342,6 +351,10 @@ def run_comparison(
         if cells[0].recipe.data.algorithmic is not None:
             settings["sets"] = plan.sets
         results = run_cells(cells, output, only, measure_cell, settings, progress)
+        folders = {(cell.labels["row"], cell.labels["seed"]): output / cell.name for cell in cells}
+        for one in results:
+            if "rules" in one:
+                one["shift"] = shift_in(folders[one["row"], one["seed"]])
         rows = table_of(plan, results)
         if results and "quality" in results[0]:
             lines = problems_lines(results)
