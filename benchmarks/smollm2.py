@@ -4,7 +4,7 @@
 
 SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file). That is measured as it is
 ("original") and converted in memory, its first token protected as in recipes/routed/smollm2.yaml, with the gates of the
-architecture and, to tell what skipping costs from what scaling costs, without any (scale "none"). Levels are calibrated
+architecture and, to tell what skipping costs from what scaling costs, without any. Levels are calibrated
 on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the model's first token
 (id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
 """
@@ -38,11 +38,12 @@ def open_source(source: str, to: str):
         return {"adapted": (loaded.model, SETTINGS)}, loaded.tokenizer
     original, tokenizer = read(source)
     models = {"original": (original, SETTINGS[:1])}
-    for scale in ("own", "none"):
+    for name in ("converted", "converted, no gates"):
         model = convert(original, to)
         model.config.protected_tokens = 1
-        model.config.scale = model.config.scale if scale == "own" else scale
-        models[f"converted, gates {scale}"] = (model, SETTINGS)
+        if name != "converted":
+            model.config.scale = "none"
+        models[name] = (model, SETTINGS)
     return models, tokenizer
 
 

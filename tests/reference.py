@@ -302,13 +302,14 @@ class _Sequence:
             block.attention, normalise(branch.before, x), t, keys, values, visible, self.stack.bias
         )
         self.note(prefix + "attention", weight, p, chosen)
-        x = attended = normalise(branch.after, x + normalise(branch.inner, y))
+        x = normalise(branch.after, x + normalise(branch.inner, y))
         if block.cross is not None:
             branch = block.cross_branch
             k, v = memory
             y, p, chosen = attend(block.cross, normalise(branch.before, x), t, k, v, range(len(k)))
             self.note(prefix + "cross", weight, p, chosen)
             x = normalise(branch.after, x + normalise(branch.inner, y))
+        attended = x
         branch = block.feed_forward_branch
         y, p, chosen = feed_forward(block.feed_forward, normalise(branch.before, x), activation)
         self.note(prefix + "feed_forward", weight, p, chosen)
@@ -635,7 +636,6 @@ def masked_stack(
         )
         note(prefix + "attention", p, gates)
         before, new = new, normalise(branch.after, new + normalise(branch.inner, y))
-        attended = new
         if block.cross is not None:
             branch, attention = block.cross_branch, block.cross
             keys = (memory @ attention.key.weight.T).unflatten(-1, shape)
@@ -646,7 +646,7 @@ def masked_stack(
             )
             note(prefix + "cross", p, gates)
             new = normalise(branch.after, new + normalise(branch.inner, y))
-        branch = block.feed_forward_branch
+        branch, attended = block.feed_forward_branch, new
         y, p, gates = masked_feed_forward(
             block.feed_forward, normalise(branch.before, new), config.activation
         )

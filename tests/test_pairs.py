@@ -381,6 +381,9 @@ def test_comparison_of_the_first_examples(folder):
     loaded = load(output / "dense-1")
     want = loss_of(loaded, pairs_of(loaded, ["test"])["test"][:3])
     assert dense["loss"] == round(want, 4)
+    # cells measured otherwise are not mixed with these
+    found = run_comparison(plan(folder, seeds=[1], limit=2), output, only="dense-1", overrides=few)
+    assert found["done"] == 1 and found["rows"][0]["row"] == "dense"
     with pytest.raises(ValueError, match="limit=0 must be at least 1"):
         run_comparison(plan(folder, limit=0), output, overrides=few)
     with pytest.raises(ValueError, match="limit has nothing to set"):

@@ -1026,6 +1026,7 @@ def test_layers_have_capacities_of_their_own(case):
         assert sum(wanted) / len(wanted) == pytest.approx(capacity) and all(0 < one < 1 for one in wanted)
         each = config.share_of(config.routed_layers[0], torch.tensor([capacity, 0.0, 1.0]))
         assert each.tolist() == pytest.approx([wanted[0], 0.0, 1.0])
+        assert sum(config.share_of(layer, 1.0) == 1.0 for layer in config.routed_layers) == 2
         if capacity == mean:
             assert wanted == pytest.approx(config.layer_capacities)
         first = config.routed_layers[0]
@@ -1041,6 +1042,14 @@ def test_layers_have_capacities_of_their_own(case):
                     even = model(ids, capacity=wanted[0], selection=rule, use_cache=False)
                     config.layer_capacities = own
                     assert torch.equal(out.executed[..., first], even.executed[..., first])
+
+
+@pytest.mark.parametrize("own", [[0.1, 0.6], [0.2, 0.3], [0.7, 0.2]])
+def test_layers_capacities_never_exceed_1(own):
+    """Shares whose sums round upwards: calibration asks for the quantile of 1 minus them."""
+    model = make("mod", layer_capacities=own, calibrate=False)
+    model.calibrate(input_ids=tokens(4, 12))
+    assert all(model.config.share_of(layer, 1.0) == 1.0 for layer in model.config.routed_layers)
 
 
 def test_uncalibrated_models_say_so():
@@ -1080,6 +1089,8 @@ def test_what_cannot_be_is_refused_in_one_sentence():
         (lambda: model(ids, capacty=0.5), TypeError, "no argument capacty"),
         (lambda: model.train()(ids, threshold=0.5), ValueError, 'threshold is for selection="threshold"'),
         (lambda: build(preset("mod-tiny", positions="sinusoidal"), "causal"), ValueError, 'positions="sinusoidal" is'),
+        (lambda: make("mod", head=HEADS[1], positions="sinusoidal", num_decoder_layers=2, layer_capacities=[0.4, 0.6]),
+         ValueError, "of which a stack of num_decoder_layers=2 lacks some"),
     ]:  # fmt: skip
         with pytest.raises(kind, match=sentence):
             call()
@@ -1098,6 +1109,8 @@ def test_what_cannot_be_is_refused_in_one_sentence():
     ("mod", {"relative_positions": "t5"}, "counts neighbours, which routed layers leave out"),
     ("mod", {"scale": "raw"}, "scale"),
     ("stt", {"forecast_width": 0.0}, "forecast_width=0.0"),
+    ("stt", {"scale": "student", "trains_on": "dense"}, "multiplies in training as well"),
+    ("stt", {"layer_capacities": [0.5, 0.4], "stt_capacity": "variable"}, "have nothing to set with stt_capacity"),
     ("stt", {"layer_capacities": [0.5]}, "must be one number between 0 and 1 for each of routed_layers"),
     ("stt", {"layer_capacities": [1.0, 0.0]}, "must be one number between 0 and 1 for each of routed_layers"),
 ])  # fmt: skip

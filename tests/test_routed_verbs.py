@@ -366,7 +366,9 @@ def test_calibrate_finds_the_smallest_capacity(copy, texts, capsys):
     none = answer(capsys, "calibrate", copy, "--max_loss", -50, "--save")
     assert not none["found"] and not none["saved"] and none["capacity"] == 1
     assert json.loads((copy / "config.json").read_text())["capacity"] == wide["capacity"]
-    assert "No capacity keeps the loss within -50%" in shown(capsys, "calibrate", copy, "--max_loss", -50)
+    assert "No capacity stays within -50% of the loss with every token in every layer" in shown(
+        capsys, "calibrate", copy, "--max_loss", -50
+    )
 
 
 def history_of(gaps, layers=(1, 3)):

@@ -329,7 +329,8 @@ def run_cells(
     cells: list[Cell], output: Path, only: str | None, measure_cell: Callable[..., dict],
     settings: dict[str, Any], progress=None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Runs the cells whose name fits `only` (all when None); returns the results of all that are done.
+    """Runs the cells whose name fits `only` (all when None); returns the results of all that are done, those measured
+    at other settings left out.
 
     measure_cell: (folder, **settings) -> figures of a trained one; what has been measured so is not measured again.
     """
@@ -342,4 +343,4 @@ def run_cells(
                 run_cell(cell, output / cell.name, measure_cell, settings, bar)
     files = [output / cell.name / "cell.json" for cell in cells]
     results = [json.loads(file.read_text()) for file in files if file.is_file()]
-    return results
+    return [one for one in results if all(one.get(name) == value for name, value in settings.items())]

@@ -165,7 +165,7 @@ def _header(d: dict[str, Any]) -> str:
         ("capacity, asked", f"{d['capacity']:g}"),
         ("capacity, realised", f"{own['capacity_realised']:.3f}"),
         ("loss, routed", f"{own['loss']:.3f} nats"),
-        ("loss, every token in every layer", f"{own['whole_loss']:.3f} nats"),
+        ("loss, all tokens, all layers", f"{own['whole_loss']:.3f} nats"),
         ("MACs of dense", f"{own['macs_share']:.1%}"),
         ("K/V bytes of dense", f"{own['kv_share']:.1%}"),
     ]

@@ -111,12 +111,12 @@ class Block(GradientCheckpointingLayer):
         routing, h_Nd = {}, x_Nd
         branch = self.attention_branch
         out, routing["attention"] = self.attention(branch.before(x_Nd), rows, kv, views, angles)
-        x_Nd = a_Nd = branch.add(x_Nd, out)
+        x_Nd = branch.add(x_Nd, out)
         if self.cross is not None:
             branch = self.cross_branch
             out, routing["cross"] = self.cross(branch.before(x_Nd), rows, memory_kv, memory_views)
             x_Nd = branch.add(x_Nd, out)
-        branch = self.feed_forward_branch
+        branch, a_Nd = self.feed_forward_branch, x_Nd
         out, routing["feed_forward"] = self.feed_forward(branch.before(x_Nd))
         x_Nd = branch.add(x_Nd, out)
         if self.gate is not None:

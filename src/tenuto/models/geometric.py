@@ -2,13 +2,15 @@
 token reads the nearest one that matches, however far, and stays as it is until what it needs has been worked out.
 
     (1) p_ij = sigmoid(D^-0.5 q_i . k_j + b_h)                                    does j match?
-    (2) w_ij = p_ij prod_{k between i and j} (1 - p_ik)                            and nobody nearer does
-    (3) h' = h + g (f(h) - h),   g = sigmoid(W_2 GELU(W_1 N(a) + b_1) + b_2)       f the block, a after its attention
+    (2) w_ij = p_ij prod_{k between i and j} (1 - p_ik)                           and nobody nearer does
+    (3) h' = h + g (f(h) - h)                                                     f the block
+        g = sigmoid(W_2 GELU(W_1 N(a) + b_1) + b_2)                               a before its feed-forward
 
-Nothing in them knows a distance, so that a rule learnt on short texts holds on long ones. A head looks to one side, the
-first half of the heads to the left, the others to the right (a causal stack's all look back); the paper has one order
-over both sides and a score for the direction. A token does not read itself; what no key takes of the weights is read
-from nobody, so that they sum to at most 1. With input injection, what the gate keeps has the embedding added.
+Nothing in them knows a distance, so that a rule learnt on short texts may hold on long ones, if positions are "none". A
+head looks to one side, the first half of the heads to the left, the others to the right (a causal stack's all look
+back); the paper has one order over both sides and a score for the direction. A token does not read itself; what no key
+takes of the weights is read from nobody, so that they sum to at most 1. There is one implementation, whatever
+attn_implementation says. With input injection, what the gate keeps has the embedding added.
 """
 
 import torch

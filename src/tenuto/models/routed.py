@@ -106,7 +106,8 @@ class RoutedConfig(AdaptiveConfig):
             return capacity
         own = self.layer_capacities[self.routed_layers.index(layer)]
         mean = sum(self.layer_capacities) / len(self.layer_capacities)
-        below, above = own * capacity / mean, own + (1 - own) * (capacity - mean) / (1 - mean)
+        # 1 - ..., lest rounding exceed it
+        below, above = own * capacity / mean, 1 - (1 - own) * (1 - capacity) / (1 - mean)
         if torch.is_tensor(capacity):
             return torch.where(capacity <= mean, below, above)
         return below if capacity <= mean else above
@@ -209,6 +210,11 @@ class RoutedStack(Stack):
         layers = config.num_decoder_layers if cross else config.num_hidden_layers
         self.blocks = nn.ModuleList(Block(config, decoder, cross) for _ in range(layers))
         routed = [layer for layer in config.routed_layers if layer < layers]
+        if config.layer_capacities is not None and len(routed) < len(config.routed_layers):
+            raise ValueError(
+                f"layer_capacities={config.layer_capacities} are of routed_layers={config.routed_layers}, of which a"
+                f" stack of num_decoder_layers={layers} lacks some."
+            )
         self.routers = nn.ModuleDict({str(layer): self.router_class(config) for layer in routed})
 
     def slots(self, cache: Any | None, extra: dict[str, Any]) -> RoutedSlots:

@@ -16,7 +16,7 @@ trained on the dense result alone. Here its loss is part of the total.
 Where paper and code are silent or differ:
 - Training multiplies with g, inference with 1. scale="straight", the default, has the value 1 and the gradient of g,
   so that what is trained is what runs; scale="gate" is as published; scale="student" multiplies with sigmoid(r) in
-  both, so that the task teaches the student too, and leaves o, m and b as they start.
+  both, so that the task teaches the student too, and does not teach o, m and b.
 - The student reads both states through a norm. router_width=0 is the published linear map, else a net of that width.
 - y_{t-1} is the block's result on every token, in training; at inference the transition net is not needed.
 - gate_weight, of the mean of g, is 0 unless asked for (published with variable capacity, 0.01: gates collapse).
@@ -61,6 +61,16 @@ class STTConfig(SurpriseConfig):
             raise ValueError(
                 f"gate_threshold={self.gate_threshold} must lie between 0 and 1, router_width={self.router_width} be at"
                 " least 0."
+            )
+        if self.scale == "student" and self.trains_on == "dense":
+            raise ValueError(
+                'scale="student" multiplies in training as well, trains_on="dense" passes on what is not multiplied: choose'
+                " one of them."
+            )
+        if self.layer_capacities is not None and self.stt_capacity == "variable":
+            raise ValueError(
+                f'layer_capacities={self.layer_capacities} have nothing to set with stt_capacity="variable":'
+                " gate_threshold decides."
             )
 
     def loss_weights(self) -> dict[str, float]:

@@ -19,6 +19,8 @@ from .shared import (
     write_for_checkpoint,
 )
 
+WHOLE = "the loss with every token in every layer"
+
 
 def sweep(options) -> Any:
     """Each capacity by each rule, beside the dense model."""
@@ -112,15 +114,15 @@ def calibrate(options) -> Any:
     def show_capacity() -> None:
         if not figures["found"]:
             print(
-                f"No capacity keeps the loss within {options.max_loss:g}% of every layer's for every token: at 1 it is"
+                f"No capacity stays within {options.max_loss:g}% of {WHOLE}: at 1 it is"
                 f" {figures['loss_percent']:+.2f}% on the other half of the documents. Nothing is saved."
             )
             return
         print(
             f"capacity {figures['capacity']:g}: on the other half of the documents the layers take"
             f" {100 * figures['capacity_realised']:.1f}% of the tokens, {figures['macs_percent']:.1f}% of the MACs,"
-            f" {figures['kv_percent']:.1f}% of the K/V bytes, loss {figures['loss_percent']:+.2f}% against every"
-            " token in every layer"
+            f" {figures['kv_percent']:.1f}% of the K/V bytes, loss {figures['loss_percent']:+.2f}% against"
+            f" {WHOLE} ({figures['against']})"
             f" ({'met' if figures['met'] else 'not met there'})."
             + (" Written into the checkpoint's config." if figures["saved"] else "")
         )
