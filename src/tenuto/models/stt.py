@@ -64,8 +64,8 @@ class STTConfig(SurpriseConfig):
             )
         if self.scale == "student" and self.trains_on == "dense":
             raise ValueError(
-                'scale="student" multiplies in training as well, trains_on="dense" passes on what is not multiplied: choose'
-                " one of them."
+                'scale="student" multiplies in training as well, trains_on="dense" passes on what is not multiplied:'
+                " choose one of them."
             )
         if self.layer_capacities is not None and self.stt_capacity == "variable":
             raise ValueError(
