@@ -389,7 +389,7 @@ def _stack_by_token(
     for b in range(B):
         places = [t for t in range(T) if mask[b, t]]
         xs = [table[ids[b, t]] for t in places]
-        if segments is not None:
+        if segments is not None and model.embeddings.segments is not None:
             kinds = model.embeddings.segments.weight
             xs = [x + kinds[segments[b, t]] for x, t in zip(xs, places, strict=True)]
         xs = [x * math.sqrt(config.hidden_size) for x in xs]
@@ -420,11 +420,37 @@ def _knobs(config, threshold, min_steps):
     return threshold, min_steps
 
 
+def _both_sentences(model, ids, mask, segments, run_stack) -> Run:
+    """Each sentence alone, begun with the row's first token; put together."""
+    runs = []
+    for segment in (0, 1):
+        own, begun = mask & (segments == segment), ids.clone()
+        for b in range(len(ids)):
+            begun[b, own[b].nonzero()[0, 0]] = ids[b, mask[b].nonzero()[0, 0]]
+        runs.append(run_stack(model.stack, begun, own, None, None, False))
+    one, two = runs
+    balance = {
+        name: (
+            torch.cat([one.balance[name][0], two.balance[name][0]]),
+            torch.cat([one.balance[name][1], two.balance[name][1]]),
+            [*one.balance[name][2], *two.balance[name][2]],
+        )
+        for name in one.balance
+    }
+    return Run(
+        one.hidden + two.hidden, one.depths + two.depths, one.expected + two.expected, balance,
+        min(one.closest, two.closest),
+    )  # fmt: skip
+
+
 def _answer(model, ids, mask, segments, labels, run_stack) -> Answer:
     """Embeddings, stacks, head and losses around either form of the stack."""
     config = model.config
     if hasattr(model, "classifier"):
-        out = run_stack(model.stack, ids, mask, None, None, False)
+        if config.encode_apart:
+            out = _both_sentences(model, ids, mask, segments, run_stack)
+        else:
+            out = run_stack(model.stack, ids, mask, None, None, False)
         if config.classifier_pooling == "mean":
             pooled = [out.hidden[b, mask[b]].mean(0) for b in range(len(ids))]
         else:
@@ -586,7 +612,7 @@ def masked_stack(
     config, (B, T) = model.config, ids.shape
     threshold, min_steps = _knobs(config, threshold, min_steps)
     x = model.embed_tokens.weight[ids]
-    if segments is not None:
+    if segments is not None and model.embeddings.segments is not None:
         x = x + model.embeddings.segments.weight[segments]
     x = x * math.sqrt(config.hidden_size)
     if config.positions == "sinusoidal":

@@ -562,3 +562,77 @@ def test_copy_gate_begins_where_it_is_told():
         gate = model.stack.block.gate
         assert isinstance(gate, CopyGate)
         torch.testing.assert_close(gate(h, a, after), want)
+
+
+# two sentences, apart
+
+PAIR = {"classifier_pooling": "pair", "encode_apart": True}
+
+
+def sentences(side="right"):
+    """Rows of 4 + 3, 1 + 3 and 1 + 1 tokens, the second sentence of the first row being the beginning of its first."""
+    rows = [([5, 9, 7, 11], [8, 9, 7]), ([6], [4, 12, 30]), ([3], [3])]
+    ids, mask, kinds = (torch.zeros(3, 8, dtype=torch.long) for _ in range(3))
+    for b, (left, right) in enumerate(rows):
+        n = len(left) + len(right)
+        where = slice(0, n) if side == "right" else slice(8 - n, 8)
+        ids[b, where], mask[b, where] = torch.tensor(left + right), 1
+        kinds[b, where] = torch.tensor([0] * len(left) + [1] * len(right))
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": kinds,
+        "labels": torch.tensor([3, 0, 6]),
+    }
+
+
+@pytest.mark.parametrize("case", ["transformer", "ut", "sut", "ut-geometric"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sentences_apart_equal_their_reference(case, side):
+    """Logits, states, depths, loss and gradients are those of each sentence run alone."""
+    model, data = make(case, "classification", 1, **PAIR).train(), sentences(side)
+    out, want = model(**data), reference.masked(model, **data)
+    alone = reference.by_token(model.eval(), **data)
+    model.train()
+    for one in (want, alone):
+        assert one.closest > 1e-4
+        assert_close(out.logits, one.logits, atol=1e-9, rtol=1e-9)
+        assert_close(out.last_hidden_state, one.encoder.hidden, atol=1e-9, rtol=1e-9)
+        assert torch.equal(out.depths, one.encoder.depths)
+        assert_close(out.loss, one.loss, atol=1e-9, rtol=1e-9)
+    weights = list(model.parameters())
+    got, expected = (torch.autograd.grad(one.loss, weights) for one in (out, want))
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+def test_sentences_apart_are_billed_and_bounded_row_by_row():
+    """A row's MACs are its two sentences'; a threshold of its own reaches both; equal sentences, equal states."""
+    model, data = make("ut", "classification", 1, **PAIR).eval(), sentences()
+    del data["labels"]
+    with torch.no_grad():
+        whole = model(**data, threshold=torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64))
+        for b, threshold in enumerate((1.0, 0.5, 0.0)):
+            n = int(data["attention_mask"][b].sum())
+            one = {name: value[b : b + 1, :n] for name, value in data.items()}
+            alone = model(**one, threshold=threshold)
+            assert_close(alone.logits, whole.logits[b : b + 1], atol=1e-9, rtol=1e-9)
+            assert torch.equal(alone.depths, whole.depths[b : b + 1, :n])
+            linear = alone.compute.macs["linear"] + alone.compute.macs["head"]
+            assert int(linear) == int(whole.compute.macs["linear"][b] + whole.compute.macs["head"][b])
+    assert whole.compute.per_sequence.shape == (3,) and int(whole.depths[0].max()) == 4
+    assert_close(whole.last_hidden_state[2, 0], whole.last_hidden_state[2, 1], atol=1e-12, rtol=1e-12)
+
+
+def test_sentences_apart_need_two_segments():
+    model, data = make("ut", "classification", **PAIR).eval(), sentences()
+    for changed, sentence in (
+        ({"token_type_ids": None}, "encode_apart needs token_type_ids"),
+        ({"token_type_ids": torch.ones(3, 8, dtype=torch.long)}, "a token of segment 0 and one of segment 1"),
+        ({"output_routing": True}, "output_routing has no places"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            model(**{**data, **changed})
+    for fields in ({"encode_apart": True}, {**PAIR, "type_vocab_size": 2}):
+        with pytest.raises(Exception, match="encode_apart needs classifier_pooling"):
+            preset("ut-tiny", **fields)

@@ -68,6 +68,7 @@ class AdaptiveConfig(PreTrainedConfig):
     router_dropout: float = 0.0
     type_vocab_size: int = 0  # segments told apart by a learned vector (0: none)
     classifier_pooling: Literal["first", "mean", "pair"] = "first"
+    encode_apart: bool = False  # of pooling "pair": each sentence as if the other were not there (apart.py)
     label_smoothing: float = 0.0
 
     keys_to_ignore_at_inference = [
@@ -95,10 +96,15 @@ class AdaptiveConfig(PreTrainedConfig):
 
     def validate_positions(self):
         """A window of relative positions reaches at least one token to each side."""
-        if self.classifier_pooling == "pair" and self.type_vocab_size < 2:
+        pair, kinds = self.classifier_pooling == "pair", self.type_vocab_size
+        if pair and kinds < 2 and not self.encode_apart:
             raise ValueError(
-                'classifier_pooling="pair" compares two segments and needs type_vocab_size of at least 2,'
-                f" got {self.type_vocab_size}."
+                f'classifier_pooling="pair" compares two segments and needs type_vocab_size of at least 2, got {kinds}.'
+            )
+        if self.encode_apart and (not pair or kinds):
+            raise ValueError(
+                f'encode_apart needs classifier_pooling="pair" and type_vocab_size=0, got {self.classifier_pooling!r}'
+                f" and {kinds}: nothing but their tokens tells the sentences apart."
             )
         if self.relative_positions == "window" and self.window < 1:
             raise ValueError(f'relative_positions="window" needs window of at least 1, got {self.window}.')

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .apart import Apart
 from .attention import sinusoidal_positions
 from .base import AdaptiveOutput, AdaptivePreTrainedModel
 
@@ -92,11 +93,21 @@ class EncoderModel(AdaptivePreTrainedModel):
         threshold) and selection: those of routed models, routing.py.
         """
         self.refuse(unknown)
-        mask = token_mask(input_ids, attention_mask)
+        mask, apart = token_mask(input_ids, attention_mask), None
+        if self.config.encode_apart:
+            if output_routing:
+                raise ValueError("output_routing has no places in the row with encode_apart.")
+            apart = Apart(input_ids, mask, token_type_ids)
+            input_ids, mask, token_type_ids = apart.ids, apart.mask, None
+            threshold, capacity = apart.knob(threshold), apart.knob(capacity)
         knobs = {"threshold": threshold, "min_steps": min_steps, "max_steps": max_steps, "capacity": capacity,
                  "selection": selection, "output_routing": output_routing}  # fmt: skip
         embedded = self.embeddings(self.embed_tokens, input_ids, mask, token_type_ids)
         out = self.stack(embedded, mask, **self.knobs_of(self.stack, knobs))
+        if apart is not None:
+            for name in ("hidden", "depths", "expected_depths", "executed"):
+                setattr(out, name, apart.back(getattr(out, name)))
+            out.compute = out.compute.paired()
         return AdaptiveOutput(
             last_hidden_state=out.hidden,
             depths=out.depths,

@@ -70,6 +70,25 @@ class Ledger:
             ),
         )
 
+    def paired(self) -> "Ledger":
+        """A ledger of half as many sequences: each two neighbours as one."""
+
+        def both(value):
+            return value.view(-1, 2).sum(1) if torch.is_tensor(value) else value
+
+        named = ({name: both(value) for name, value in one.items()} for one in (
+            self.macs, self.layer_macs, self.layer_kv_bytes))  # fmt: skip
+        macs, layer_macs, layer_kv_bytes = named
+        return Ledger(
+            self.batch // 2,
+            macs,
+            both(self.attention_causal),
+            both(self.kv_bytes),
+            None,
+            layer_macs,
+            layer_kv_bytes,
+        )
+
     @property
     def per_sequence(self) -> Tensor:
         """[B] all MACs of each sequence: what a request is billed."""
