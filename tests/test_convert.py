@@ -368,3 +368,21 @@ def test_our_own_dense_model_converts(to):
     halting = build(preset("looped-tiny"), "causal")
     with pytest.raises(ValueError, match="num_loops=4 cannot be converted"):
         convert(halting, to)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_starts_from_what_a_gguf_gives(dtype, monkeypatch):
+    """transformers says of a dequantised model that it is quantised, and then casts it no more."""
+    from tenuto.recipe import Recipe
+    from tenuto.train import start_converted
+
+    source = random_source(SOURCES["llama, tied"]).to(dtype)
+    source.is_quantized = True
+    monkeypatch.setattr(conversion, "read", lambda path: (source, None))
+    target, recipe = convert(source, "sdt").float(), Recipe(start="small.gguf", convert={"to": "sdt"})
+    model = build(target.config, "causal")
+    start_converted(model, recipe)
+    for name, weight in target.state_dict().items():
+        if not name.startswith(conversion.NEW):
+            got = model.state_dict()[name]
+            assert got.dtype == torch.float32 and torch.equal(got, weight), name

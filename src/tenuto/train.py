@@ -55,8 +55,9 @@ def start_converted(model, recipe: Recipe) -> None:
     from .convert import fill, read, target_config, tensors_of
 
     source, _ = read(recipe.start)
-    # a half-precision checkpoint is trained in full, as any model here
-    tensors, tied = tensors_of(source.float())
+    tensors, tied = tensors_of(source)
+    # a half-precision checkpoint is trained in full, as any model here; what a GGUF gave refuses source.float()
+    tensors = {name: one.float() for name, one in tensors.items()}
     fill(model, tensors, target_config(source.config, tied=tied, **recipe.convert)[1])
 
 
