@@ -4,9 +4,9 @@
 
 SOURCE: a checkpoint of `tenuto train`, or a pretrained model (a folder or a .gguf file). That is measured as it is
 ("original") and converted in memory, its first token protected as in recipes/routed/smollm2.yaml, with the gates of the
-architecture and, to tell what skipping costs from what scaling costs, without any. Levels are calibrated
-on the shipped novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the model's first token
-(id 0 for SmolLM2) before them. BLiMP: the first `pairs` of each paradigm.
+architecture and, to tell what skipping costs from what scaling costs, without any. Levels are calibrated on the shipped
+novels, never on FILE. Perplexity: the first 2,048 tokens of FILE in one window, the token --first (id 0 for SmolLM2)
+before them. BLiMP: the first `pairs` of each paradigm, each sentence after the same token.
 """
 
 import argparse
@@ -80,6 +80,8 @@ def main() -> None:
     options = parser.parse_args()
     start = time.time()
     models, tokenizer = open_source(options.source, options.to)
+    # BLiMP's sentences too begin with it; the tokenizer's own (1 of SmolLM2) begins a chat
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(options.first)
     text = calibration_text(tokenizer)
     ids = tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     ids = torch.tensor([[options.first, *ids[: WINDOW - 1]]])
