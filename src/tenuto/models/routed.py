@@ -400,11 +400,12 @@ class Routed:
         routers = self.routers()
         levels = {name: torch.zeros(len(CAPACITIES), dtype=torch.float64) for name in routers}
         pieces = range(0, len(inputs["input_ids"]), batch)
-        cached = {"use_cache": False} if isinstance(self, CausalLM) else {}
+        # logits are of no use here, and of a large vocabulary a good part of the work
+        plain = {"use_cache": False, "logits_to_keep": 1} if isinstance(self, CausalLM) else {}
         for number, capacity in enumerate(CAPACITIES):
             for start in pieces:
                 some = {name: value[start : start + batch] for name, value in inputs.items()}
-                out = self(**some, **cached, capacity=capacity, selection="calibrate")
+                out = self(**some, **plain, capacity=capacity, selection="calibrate")
                 for name, level in levels.items():
                     level[number] += float(out.signs[f"{name}.level"]) / len(pieces)
         for name, router in routers.items():
