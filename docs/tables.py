@@ -290,6 +290,18 @@ def routers(name: str) -> str:
     return "\n".join(lines)
 
 
+def smollm2(name: str) -> str:
+    """Rows of benchmarks/smollm2.py: perplexity and BLiMP by capacity."""
+    lines = ["| model | capacity | realised | perplexity | BLiMP % |", "|---" * 5 + "|"]
+    for row in figures_of(name)["rows"]:
+        asked = row.get("capacity", "dense")
+        lines.append(
+            f"| {row['model']} | {asked} | {row['realised']:.3f} | {row['perplexity']:.2f}"
+            f" | {row['blimp']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 def grid(name: str) -> str:
     """The grid of the exponent: held-out loss by width and loops, means over seeds."""
     cells: dict[tuple[int, int], list[float]] = {}
@@ -477,6 +489,7 @@ MAKERS = {
     "headroom": headroom,
     "correlation": correlation,
     "shift": shift,
+    "smollm2": smollm2,
     "routers": routers,
     "rules": rules,
     "slots": slots,
