@@ -1,5 +1,6 @@
 """Each room against its naive reference: rows, routing, experts, balance losses, attention, halting."""
 
+import itertools
 import math
 
 import pytest
@@ -550,6 +551,38 @@ def test_geometric_weights_by_hand():
     torch.testing.assert_close(hidden, torch.tensor([0.9 * 0.5, 0.5, 0.0, 0.0, 0.0]).double())
     with pytest.raises(Exception, match="num_attention_heads=3 must be even"):
         preset("ut-tiny", relative_positions="geometric", num_attention_heads=3)
+
+
+@pytest.mark.parametrize("heads, back", [(4, 2), (3, 3)])
+def test_geometric_weights_have_the_formulas_gradient(heads, back):
+    """Eqs. 1 and 2 as products, differentiated by PyTorch; large scores and keys that may not be read among them."""
+    from tenuto.models.geometric import GeometricWeights
+
+    torch.manual_seed(0)
+    module = GeometricWeights(heads, causal=back == heads).double()
+    module.bias.data.normal_()
+    scores = (4 * torch.randn(2, heads, 6, 6)).double()
+    scores[0, :, 1, 3] = 30.0
+    offsets = torch.arange(6)[None, None, :] - torch.arange(6)[None, :, None]
+    visible = (torch.rand(2, 1, 1, 6) < 0.7).contiguous()
+    upstream, got, want = torch.randn(2, heads, 6, 6).double(), [], []
+    for results in (got, want):
+        leaf, module.bias.grad = scores.clone().requires_grad_(), None
+        if results is got:
+            weights = module(leaf, offsets, visible)
+        else:
+            p, weights = torch.sigmoid(leaf + module.bias[:, None, None]), torch.zeros_like(scores)
+            for s, h, i, j in itertools.product(range(2), range(heads), range(6), range(6)):
+                between = range(j + 1, i) if h < back else range(i + 1, j)
+                if visible[s, 0, 0, j] and (j < i if h < back else j > i):
+                    passed = [1 - p[s, h, i, k] for k in between if visible[s, 0, 0, k]]
+                    weights[s, h, i, j] = p[s, h, i, j] * math.prod(passed)
+        (weights * upstream).sum().backward()
+        results += [weights.detach(), leaf.grad, module.bias.grad]
+    for one, other in zip(got, want, strict=True):
+        close(one, other, 1e-8)
+    with torch.no_grad():
+        close(module(scores, offsets, visible), want[0], 1e-8)
 
 
 def test_copy_gate_begins_where_it_is_told():
