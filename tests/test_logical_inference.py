@@ -351,10 +351,20 @@ def test_error_tables():
     }
     assert {k: v["pairs"] for k, v in table["depth"].items()} == {"0": 1, "1": 1, "2": 2}
     assert table["negation"]["over a binary operator"]["pairs"] == 2
+    assert {k: v["pairs"] for k, v in table["negated_operands"].items()} == {"0": 4}
     assert list(table["relation"]) == ["=", "|", "#"]
     assert li.breakdown(pairs, [li.label_id(name) for name in answers]) == table
     by_length = li.accuracy_by(pairs, answers, lambda pair: len(pair.left))
     assert by_length["1"] == {"pairs": 3, "right": 1, "accuracy": 1 / 3, "majority": 1 / 3}
+
+
+def test_negated_operands_are_counted_in_both_sentences():
+    pairs = [
+        li.Pair("#", "( a ( and ( not b ) ) )", "( ( not a ) ( or ( not ( b ( and ( not c ) ) ) ) ) )", 5),
+        li.Pair("#", "( ( not a ) ( and b ) )", "b", 2),
+    ]
+    table = li.accuracy_by(pairs, ["#", "="], "negated_operands")
+    assert {k: v["right"] for k, v in table.items()} == {"3": 1, "0": 0} and list(table) == ["0", "3"]
 
 
 def test_operator_groups_sort_as_numbers():

@@ -2,7 +2,8 @@
 
 Every cell is a folder as in matrix.py. A row may begin from a checkpoint of its own (`tenuto convert`), so that
 architectures made from one pretrained model stand side by side. Language models are measured here, models of sequences
-and parallel text in compare_pairs.py; of problems with a known depth, compare_problems.py has what is more than that.
+and parallel text in compare_pairs.py, of logical inference in compare_logic.py; of problems with a known depth,
+compare_problems.py has what is more than that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from .collapse import collapse
 from .compare_problems import measure_problems, problems_lines
+from .data.logical_inference import SPLITS
 from .matrix import Cell, load_plan, run_cells, varied
 from .recipe import Recipe, Schedule, load_recipe
 from .shift import shift
@@ -28,7 +30,8 @@ class Row:
     """What distinguishes one model. preset, start, convert, learning_rates, lora: as in a recipe, instead of the base
     recipe's; config, schedule: fields over the base recipe's.
 
-    base: another recipe of the same data, in place of the plan's. seeds: of this row alone; by default the plan's.
+    base: another recipe of the same data, in place of the plan's. seeds, protocols: of this row alone; by default the
+    plan's.
     """
 
     base: str | None = None
@@ -40,6 +43,7 @@ class Row:
     learning_rates: dict[str, float] | None = None
     lora: dict[str, Any] | None = None
     seeds: list[int] | None = None
+    protocols: list[str] | None = None
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Comparison:
     Of language models, capacities: at which routed models are measured, beside the config's own; thresholds: at which
     halting ones are, beside every fixed depth. sets: of problems, the test sets measured as well; of sequences or
     parallel text the parts measured, validation and all tests when left out; beams, length_penalty: of the search;
-    limit: the first so many examples of each, all when left out.
+    limit: the first so many examples of each, all when left out. Of logical inference, protocols: a model for each, the
+    recipe's when left out; generated: pairs of the exact generator measured beside the tests.
     """
 
     base: str
@@ -62,6 +67,8 @@ class Comparison:
     beams: int = 1
     length_penalty: float = 1.0
     limit: int | None = None
+    protocols: list[str] = field(default_factory=list)
+    generated: int = 0
 
 
 def of_pairs(recipe: Recipe) -> bool:
@@ -69,30 +76,30 @@ def of_pairs(recipe: Recipe) -> bool:
     return recipe.data.sequences is not None or recipe.data.parallel is not None
 
 
-def base_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe whose models can be compared; ValueError for the other tasks."""
-    base = load_recipe(path, overrides)
-    if base.head != "causal" and not of_pairs(base):
-        raise ValueError(
-            f"{path} is of logical inference; rows are language models or models of sequences or parallel text."
-        )
-    return base
+def of_logic(recipe: Recipe) -> bool:
+    """Whether a recipe trains on logical inference."""
+    return recipe.head != "causal" and not of_pairs(recipe)
 
 
 def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
     """Every cell with its recipe, checked before anything is trained; `overrides` change keys of every row's recipe."""
     if plan.against not in plan.rows:
         raise ValueError(f"against={plan.against!r} is no row; they are {', '.join(plan.rows)}.")
-    cells, base = [], base_recipe(plan.base, overrides)
-    foreign = ("capacities", "thresholds") if of_pairs(base) else ("limit",)
-    if not of_pairs(base) and base.data.algorithmic is None:
-        foreign += ("sets",)
-    if idle := [name for name in foreign if getattr(plan, name)]:
-        raise ValueError(f"{idle[0]} has nothing to set for rows of {plan.base}.")
+    cells, base = [], load_recipe(plan.base, overrides)
+    if of_pairs(base):
+        own = ("sets", "limit", "beams", "length_penalty")
+    elif of_logic(base):
+        own = ("protocols", "generated")
+    else:
+        own = ("capacities", "thresholds", *(["sets"] if base.data.algorithmic is not None else []))
+    for one in fields(Comparison):
+        asked = getattr(plan, one.name)
+        if one.name not in ("base", "rows", "against", "seeds", *own) and asked and asked != one.default:
+            raise ValueError(f"{one.name} has nothing to set for rows of {plan.base}.")
     if plan.limit is not None and plan.limit < 1:
         raise ValueError(f"limit={plan.limit} must be at least 1; without it sets are measured whole.")
     for name, row in plan.rows.items():
-        started = base_recipe(row.base or plan.base, overrides)
+        started = load_recipe(row.base or plan.base, overrides)
         if started.data != base.data:
             raise ValueError(
                 f"Row {name}: {row.base} has other data than {plan.base}; rows train on the same."
@@ -106,10 +113,21 @@ def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
         if unknown:
             raise ValueError(f"Row {name}: schedule has no field {unknown[0]}.")
         started.schedule = replace(started.schedule, **row.schedule)
-        for seed in plan.seeds if row.seeds is None else row.seeds:
-            labels = {"row": name, "seed": seed}
-            folder = re.sub(r"[^\w.]+", "-", name).strip("-")
-            cells.append(Cell(f"{folder}-{seed}", labels, varied(started, row.config, seed)))
+        folder = re.sub(r"[^\w.]+", "-", name).strip("-")
+        if row.protocols and not of_logic(base):
+            raise ValueError(f"Row {name}: protocols has nothing to set for rows of {plan.base}.")
+        splits = (row.protocols or plan.protocols or [base.data.protocol]) if of_logic(base) else [None]
+        for split in splits:
+            labels, stem = {"row": name}, folder
+            if split is not None:
+                if split not in ("length", *SPLITS):
+                    raise ValueError(f"There is no protocol {split!r}; they are length, {', '.join(SPLITS)}.")
+                labels["protocol"], stem = split, f"{folder}-{split}"
+                started.data = replace(started.data, protocol=split)
+            for seed in plan.seeds if row.seeds is None else row.seeds:
+                cells.append(
+                    Cell(f"{stem}-{seed}", {**labels, "seed": seed}, varied(started, row.config, seed))
+                )
     return cells
 
 
@@ -337,6 +355,7 @@ def run_comparison(
     only: names of cells to run now, with * and ? (another process may run others); the table has all that are done.
     overrides: flags such as `--data.parallel.folder=FOLDER`, which change keys of every row's recipe.
     """
+    from .compare_logic import logic_table, measure_logic
     from .compare_pairs import measure_pairs, pairs_table
 
     plan, output = load_plan(path, Comparison), Path(output)
@@ -346,6 +365,9 @@ def run_comparison(
         results = run_cells(cells, output, only, measure_pairs, settings, progress)
         folders = {(cell.labels["row"], cell.labels["seed"]): output / cell.name for cell in cells}
         rows = pairs_table(plan.against, results, folders)
+    elif of_logic(cells[0].recipe):
+        results = run_cells(cells, output, only, measure_logic, {"generated": plan.generated}, progress)
+        rows = logic_table(plan.against, results)
     else:
         settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}
         if cells[0].recipe.data.algorithmic is not None:

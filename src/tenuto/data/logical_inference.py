@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -155,8 +156,9 @@ def _every_tenth(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
     return [pair for i, pair in enumerate(pairs) if i % 10 != 9], pairs[9::10]
 
 
+@cache
 def protocol(name: Literal["length", "A", "B", "C"]) -> Protocol:
-    """The published pairs arranged for one experiment.
+    """The published pairs arranged for one experiment; read once, so its lists are not to be changed.
 
     All start from train0..6, 135,529 pairs in file order. "length" tests on test7..test12, keys
     "7" to "12". "A", "B" and "C" test, under that key, on the pairs matching `SPLITS[name]`, and
@@ -260,18 +262,21 @@ _KEYS: Mapping[str, Callable[[Pair], str | int]] = {
     "operators": lambda pair: pair.operators,
     "depth": lambda pair: max(depth(pair.left), depth(pair.right)),
     "negation": _negation,
+    "negated_operands": lambda pair: len(SPLITS["C"].findall(f"{pair.left} {pair.right}")),
 }
 
 
 def accuracy_by(
     pairs: Sequence[Pair],
     predictions: Sequence[str | int],
-    key: Literal["relation", "operators", "depth", "negation"] | Callable[[Pair], str | int],
+    key: Literal["relation", "operators", "depth", "negation", "negated_operands"]
+    | Callable[[Pair], str | int],
 ) -> dict[str, dict[str, float]]:
     """Accuracy for each value of a key: value -> {"pairs", "right", "accuracy", "majority"}.
 
     "operators" and "depth" take the larger of the two sentences; "negation" asks whether some
-    `not` in either has an `and` or `or` in its scope. Predictions are relations or class indices.
+    `not` in either has an `and` or `or` in its scope; "negated_operands" counts in both the second operands that are
+    negations, the combination that split C keeps from training. Predictions are relations or class indices.
     """
     if not callable(key) and key not in _KEYS:
         raise ValueError(f"unknown key {key!r}: choose one of {', '.join(_KEYS)} or a function")
@@ -302,7 +307,7 @@ def errors_by_relation(pairs: Sequence[Pair], predictions: Sequence[str | int]) 
 
 def breakdown(pairs: Sequence[Pair], predictions: Sequence[str | int]) -> dict[str, object]:
     """Everything at once, ready for JSON: accuracy, majority rate, confusion, and one
-    `accuracy_by` table for each key (relation, operators, depth, negation)."""
+    `accuracy_by` table for each key (relation, operators, depth, negation, negated_operands)."""
     answers = _answers(pairs, predictions)
     right = sum(pair.relation == answer for pair, answer in zip(pairs, answers, strict=True))
     return {

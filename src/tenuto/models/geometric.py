@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 class NearestMatch(torch.autograd.Function):
     """Eqs. 1 and 2 with their derivative written out, a third of autograd's passes over the pairs:
 
-        log w_ij = z_ij - sum_{k from i to j} log(1 + e^z_ik)                  j counted; z the biased scores, -inf at
-        dL/dz_ij = u_ij - p_ij sum_{k from j outwards} u_ik                    keys not to be read; u_ij = w_ij dL/dw_ij
+    log w_ij = z_ij - sum_{k from i to j} log(1 + e^z_ik)                  j counted; z the biased scores, -inf at
+    dL/dz_ij = u_ij - p_ij sum_{k from j outwards} u_ik                    keys not to be read; u_ij = w_ij dL/dw_ij
     """
 
     @staticmethod

@@ -36,7 +36,7 @@ def evaluate(options) -> Any:
         columns = ("set", "pairs", "accuracy %", "always # %", f"{unit}/token", "MMACs/pair", "seconds")
         table(f"{options.checkpoint}: {figures['full_depth']} {unit} at most", columns, rows)
         for name, parts in figures.get("errors", {}).items():
-            for key in ("relation", "operators", "depth", "negation"):
+            for key in ("relation", "operators", "depth", "negation", "negated_operands"):
                 lines = [
                     (value, row["pairs"], f"{100 * row['accuracy']:.2f}", f"{100 * row['majority']:.2f}")
                     for value, row in parts[key].items()

@@ -51,6 +51,8 @@ def compare(options) -> Any:
 
     def show() -> None:
         if figures["rows"] and "sets" in figures["rows"][0]:
+            if "readings" in figures["rows"][0]:
+                return _show_logic(figures, options)
             return _show_pairs(figures, options)
         if figures["rows"] and "problems" in figures["rows"][0]:
             return _show_problems(figures, options)
@@ -103,6 +105,40 @@ def _ranged(value: dict[str, Any], form: str) -> str:
     """A mean, with its interval where there is one."""
     ends = value["interval"]
     return f"{value['mean']:{form}}" + ("" if ends is None else f" [{ends[0]:{form}}, {ends[1]:{form}}]")
+
+
+def _show_logic(figures: dict[str, Any], options) -> None:
+    """The rows of logical inference: accuracy by set, and what it cost."""
+    # those of the systematic splits' own validation are in the file
+    names = [*dict.fromkeys(name for row in figures["rows"] for name in row["sets"] if " " not in name)]
+    rows, always = [], {}
+    for row in figures["rows"]:
+        sets, cells = row["sets"], []
+        for name in names:
+            part = sets.get(name)
+            if part is None:
+                cells.append("")
+                continue
+            always[name], accuracy = part["majority"], part["accuracy"]
+            spread = "" if accuracy["spread"] is None else f" ±{accuracy['spread']:.1f}"
+            cells.append(f"{accuracy['mean']:.1f}{spread}")
+        longest = sets["12"] if "12" in sets else list(sets.values())[-1]
+        rows.append(
+            (
+                row["row"],
+                "/".join(str(count) for count in dict.fromkeys(part["seeds"] for part in sets.values())),
+                f"{row['parameters']:,}",
+                *cells,
+                f"{longest['macs_per_pair'] / 1e6:.1f}",
+                f"{longest['mean_steps']:.2f} of {row['full_depth']}",
+                f"{sum(part['seconds'] for part in sets.values()):.0f}",
+                f"{row['train_cpu_seconds']:.0f}",
+            )
+        )
+    rows.append(("always #", "", "", *(f"{always[name]:.1f}" for name in names), "", "", "", ""))
+    columns = ("model", "seeds", "parameters", *names, "MMACs/pair", "steps", "seconds", "training CPU s")
+    notes = ["Accuracy in percent. MACs and steps of the longest pairs; seconds: of all sets."]
+    table(options.plan, columns, rows, [*notes, _done(figures, options)])
 
 
 def _show_pairs(figures: dict[str, Any], options) -> None:
