@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -219,11 +220,26 @@ def test_sweep(checkpoint):
     assert code == 0 and "steps skipped %" in out
 
 
+def test_slope_within_groups():
+    """By hand: what differs between the groups is not the slope's; within, y grows by 2 and by 4."""
+    from tenuto.depths import slope_within
+
+    x, y, group = (
+        np.array([1, 2, 5, 6, 9]),
+        np.array([0.0, 2.0, 100.0, 104.0, 7.0]),
+        np.array([3, 3, 8, 8, 9]),
+    )
+    found = slope_within(x, y, group)
+    assert found["steps_per_level"] == 3.0 and 2.0 <= found["interval"][0] <= found["interval"][1] <= 4.0
+    assert slope_within(np.ones(3), np.arange(3.0), np.zeros(3, int)) is None
+
+
 def test_depths(checkpoint):
     figures = parsed("depths", checkpoint, "--sets", "7,9")
     assert set(figures["by_operators"]) == {"7", "9"} and "bracket" in figures["by_kind"]
+    assert sum(one["tokens"] for one in figures["by_depth"].values()) == figures["all"]["tokens"]
     code, out, _ = run("depths", checkpoint, "--sets", "7", "--threshold", 0.0)
-    assert code == 0 and "collapsed" in out
+    assert code == 0 and "collapsed" in out and "a level of the formula's depth adds" in out
 
 
 def test_experts(checkpoint, fixed):

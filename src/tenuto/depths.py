@@ -1,4 +1,4 @@
-"""Depth as data: how many steps tokens ran, by operator count and by kind of token."""
+"""Depth as data: how many steps tokens ran, by operator count, by the formulas' depth and by kind of token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .data.logical_inference import VARIABLES, decode
+from .data.logical_inference import depth as formula_depth
 from .data.pairs import PairDataset
 from .evaluate import full_depth, load, predict, test_sets
 
@@ -20,7 +21,8 @@ KINDS = {
 
 
 def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[str, Any]:
-    """Mean, spread and histogram of steps per source token, by operator count and by kind of token.
+    """Mean, spread and histogram of steps per source token, by operator count, by the deeper formula's depth and by
+    kind of token; "by_depth_at_equal_length" tells the depth of formulas from their length (`slope_within`).
 
     `collapsed` is true when the spread of the depths is below 0.1 steps: the policy decides nothing.
     """
@@ -28,9 +30,11 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
     pairs = [one for group in test_sets(loaded.recipe, names).values() for one in group]
     said = predict(loaded, pairs, progress="depths", **knobs)
     data = PairDataset(pairs, loaded.recipe.head)
-    by_operators, by_kind = defaultdict(list), defaultdict(list)
+    deepest = np.array([max(formula_depth(one.left), formula_depth(one.right)) for one in pairs])
+    by_operators, by_depth, by_kind = defaultdict(list), defaultdict(list), defaultdict(list)
     for number, steps in enumerate(said.depths):
         by_operators[int(data.operators[number])].append(steps)
+        by_depth[deepest[number]].append(steps)
         for token, step in zip(decode(data[number]["ids"]), steps, strict=True):
             by_kind[KINDS[token]].append(step)
     everything = np.concatenate(said.depths)
@@ -42,12 +46,41 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
         "by_operators": {
             key: describe(np.concatenate(value), full) for key, value in sorted(by_operators.items())
         },
+        "by_depth": {
+            int(key): describe(np.concatenate(value), full) for key, value in sorted(by_depth.items())
+        },
+        "by_depth_at_equal_length": slope_within(
+            deepest, np.array([steps.mean() for steps in said.depths]), np.array(data.lengths)
+        ),
         "by_kind": {
             kind: describe(np.array(by_kind[kind]), full)
             for kind in dict.fromkeys(KINDS.values())
             if by_kind[kind]
         },
         "collapsed": bool(everything.std() < 0.1),
+    }
+
+
+def slope_within(x: np.ndarray, y: np.ndarray, groups: np.ndarray) -> dict[str, Any] | None:
+    """By how much y grows with x among those of the same group: the slope of y on x, both less their group's mean, and
+    its 95% interval (the bootstrap over them); None where x never differs within a group.
+    """
+    _, group = np.unique(groups, return_inverse=True)
+    counts = np.bincount(group)
+
+    def centred(values: np.ndarray) -> np.ndarray:
+        return values - (np.bincount(group, values) / counts)[group]
+
+    x, y = centred(x.astype(float)), centred(y.astype(float))
+    told = abs(x) > 1e-9  # the others say nothing of it
+    if not told.any():
+        return None
+    x, y = x[told], y[told]
+    drawn = np.random.default_rng(0).integers(len(x), size=(500, len(x)))
+    slopes = (x * y)[drawn].sum(1) / (x**2)[drawn].sum(1)
+    return {
+        "steps_per_level": round(float((x * y).sum() / (x**2).sum()), 4),
+        "interval": np.percentile(slopes, [2.5, 97.5]).round(4).tolist(),
     }
 
 

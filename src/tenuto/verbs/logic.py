@@ -89,7 +89,12 @@ def depths(options) -> Any:
     figures = run(options.checkpoint, names(options.sets), **knobs)
 
     def show() -> None:
-        for title, groups in (("operators", figures["by_operators"]), ("kind of token", figures["by_kind"])):
+        groupings = {
+            "operators": "by_operators",
+            "depth of the formula": "by_depth",
+            "kind of token": "by_kind",
+        }
+        for title, key in groupings.items():
             rows = [
                 (
                     name,
@@ -98,10 +103,17 @@ def depths(options) -> Any:
                     f"{one['spread']:.2f}",
                     " ".join(f"{100 * share:3.0f}" for share in one["histogram"]),
                 )
-                for name, one in [*groups.items(), ("all", figures["all"])]
+                for name, one in [*figures[key].items(), ("all", figures["all"])]
             ]
             histogram = f"% after step 1..{figures['full_depth']}"
             table(f"\nsteps by {title}", (title, "tokens", "mean", "spread", histogram), rows)
+        slope = figures["by_depth_at_equal_length"]
+        if slope is not None:
+            low, high = slope["interval"]
+            print(
+                f"Among pairs of as many tokens, a level of the formula's depth adds {slope['steps_per_level']:+.3f}"
+                f" [{low:+.3f}, {high:+.3f}] steps a token."
+            )
         if figures["collapsed"]:
             print("The depths have collapsed: all tokens stop at about the same step.")
 
