@@ -24,7 +24,7 @@ from tenuto.results import write_result
 def of_checkpoint(folder: str) -> dict:
     """Figures of one checkpoint, whose first pass is in float32."""
     loaded = load(folder)
-    model, corpus = loaded.model, corpus_of(loaded)
+    model, corpus = loaded.model.to("cpu"), corpus_of(loaded)
     if not any(isinstance(module, Prior) for module in model.modules()):
         raise SystemExit(f"{folder} has no priors; int8 is for SDT and STT.")
     float32 = measure(model, corpus)

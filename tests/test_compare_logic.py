@@ -75,7 +75,8 @@ def test_cells_by_protocol_and_the_table(plan, tmp_path, capsys):
     assert halting["sets"]["9"]["seeds"] == 2 and fixed["sets"]["9"]["seeds"] == 1
     gap = cells["fixed depth", "length", 1]["quality"]["12"]["accuracy"]
     gap -= cells["halting", "length", 1]["quality"]["12"]["accuracy"]
-    assert fixed["sets"]["12"]["minus_against"]["mean"] == pytest.approx(gap, abs=1e-3)
+    minus = fixed["sets"]["12"]["minus_against"]
+    assert minus["mean"] == pytest.approx(gap, abs=1e-3) and minus["seeds"] == 1
     assert "minus_against" not in halting["sets"]["12"] and fixed["sets"]["12"]["mean_steps"] == 2.0
     # the figures are those of the trained model, protocol A's of the one that never saw its pattern
     loaded = load(output / "halting-A-1")
@@ -95,7 +96,7 @@ def test_cells_by_protocol_and_the_table(plan, tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", plan(generated=20), "--output", str(output)]) == 0
     shown = capsys.readouterr().out
-    assert "always #" in shown and "5 of 5 models" in shown
+    assert "always #" in shown and "minus halting, points" in shown and "5 of 5 models" in shown
 
 
 def test_bad_plans_are_refused_in_one_sentence(plan):
@@ -106,6 +107,9 @@ def test_bad_plans_are_refused_in_one_sentence(plan):
             cells_of(load_plan(plan(**changes), Comparison))
 
     refused("beams has nothing to set for rows of", beams=4)
+    refused("generated=-5 must not be negative", generated=-5)
+    refused(r"Row halting: \['A', 'A'\] names something twice", protocols=["A", "A"], rows={"halting": {}})
+    refused(r"Row fixed: \[2, 2\] names something twice", rows={"halting": {}, "fixed": {"seeds": [2, 2]}})
     refused("There is no protocol 'D'; they are length, A, B, C", protocols=["D"], rows={"halting": {}})
     text = {"base": "recipes/algorithmic/lookup.yaml", "generated": 0, "against": "a"}
     refused("Row a: protocols has nothing to set for rows", rows={"a": {"protocols": ["A"]}}, **text)

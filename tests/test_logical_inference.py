@@ -172,7 +172,7 @@ def test_length_protocol():
     assert {name: len(pairs) for name, pairs in p.test.items()} == {str(n): TEST[n] for n in range(7, 13)}
     # The tenth line of train0 is the first validation pair; the first nine are training.
     first = li.load_bin("train", 0)
-    assert p.validation[0] == first[9] and p.train[:10] == first[:9] + first[10:11]
+    assert p.validation[0] == first[9] and [*p.train[:10]] == first[:9] + first[10:11]
     assert max(pair.operators for pair in p.train) == 6
 
 

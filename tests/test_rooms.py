@@ -585,6 +585,34 @@ def test_geometric_weights_have_the_formulas_gradient(heads, back):
         close(module(scores, offsets, visible), want[0], 1e-8)
 
 
+def test_geometric_weights_when_compiled_or_hidden():
+    """What is compiled has the same gradient; what may not be read may be anything; half precision stays."""
+    from tenuto.models.geometric import GeometricWeights, NearestMatch
+
+    torch.manual_seed(0)
+    z = (3 * torch.randn(2, 4, 5, 5)).double()
+    z[0, :, 2], z[1, 1, 3, 0] = -torch.inf, -torch.inf
+    upstream, grads = torch.randn_like(z), []
+    for weights in (NearestMatch.apply, NearestMatch.weights):
+        leaf = z.clone().requires_grad_()
+        (weights(leaf, 2) * upstream).sum().backward()
+        grads.append(leaf.grad)
+    close(*grads, 1e-12)
+    assert not grads[0][0, :, 2].any()
+    module, offsets = (
+        GeometricWeights(4, causal=False),
+        torch.arange(5)[None, None] - torch.arange(5)[None, :, None],
+    )
+    module.bias.data.zero_()
+    scores, visible = torch.randn(1, 4, 5, 5), torch.tensor([True, True, False, True, True]).view(1, 1, 1, 5)
+    wild = scores.clone()
+    wild[..., 2] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, 0.0])
+    assert torch.equal(module(scores, offsets, visible), module(wild, offsets, visible))
+    half = module(scores.bfloat16(), offsets, visible)
+    assert half.dtype == torch.bfloat16
+    close(half.float(), module(scores, offsets, visible), 0.02)
+
+
 def test_copy_gate_begins_where_it_is_told():
     """Shut, the state stays; open, it is the block's."""
     from tenuto.models.geometric import CopyGate

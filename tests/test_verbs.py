@@ -234,6 +234,18 @@ def test_slope_within_groups():
     assert slope_within(np.ones(3), np.arange(3.0), np.zeros(3, int)) is None
 
 
+def test_slopes_interval_holds_the_truth():
+    """Groups of two with no slope at all: nineteen of twenty intervals, about, hold 0."""
+    from tenuto.depths import slope_within
+
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        x, y, group = rng.integers(4, size=120), rng.normal(size=120), np.repeat(np.arange(60), 2)
+        low, high = slope_within(x, y, group)["interval"]
+        held += low <= 0 <= high
+    assert 180 <= held <= 198
+
+
 def test_depths(checkpoint):
     figures = parsed("depths", checkpoint, "--sets", "7,9")
     assert set(figures["by_operators"]) == {"7", "9"} and "bracket" in figures["by_kind"]

@@ -98,7 +98,12 @@ def cells_of(plan: Comparison, overrides: Sequence[str] = ()) -> list[Cell]:
             raise ValueError(f"{one.name} has nothing to set for rows of {plan.base}.")
     if plan.limit is not None and plan.limit < 1:
         raise ValueError(f"limit={plan.limit} must be at least 1; without it sets are measured whole.")
+    if plan.generated < 0:
+        raise ValueError(f"generated={plan.generated} must not be negative.")
     for name, row in plan.rows.items():
+        for several in (row.seeds or plan.seeds, row.protocols or plan.protocols):
+            if len({*several}) < len(several):
+                raise ValueError(f"Row {name}: {several} names something twice; a model is trained once.")
         started = load_recipe(row.base or plan.base, overrides)
         if started.data != base.data:
             raise ValueError(
@@ -355,7 +360,7 @@ def run_comparison(
     only: names of cells to run now, with * and ? (another process may run others); the table has all that are done.
     overrides: flags such as `--data.parallel.folder=FOLDER`, which change keys of every row's recipe.
     """
-    from .compare_logic import logic_table, measure_logic
+    from .compare_logic import logic_table, measure_logic, readings_in
     from .compare_pairs import measure_pairs, pairs_table
 
     plan, output = load_plan(path, Comparison), Path(output)
@@ -367,6 +372,9 @@ def run_comparison(
         rows = pairs_table(plan.against, results, folders)
     elif of_logic(cells[0].recipe):
         results = run_cells(cells, output, only, measure_logic, {"generated": plan.generated}, progress)
+        folders = {tuple(cell.labels.values()): output / cell.name for cell in cells}
+        for one in results:
+            one["readings"] = readings_in(folders[one["row"], one["protocol"], one["seed"]])
         rows = logic_table(plan.against, results)
     else:
         settings = {"capacities": plan.capacities, "thresholds": plan.thresholds}

@@ -1,4 +1,7 @@
-"""`tenuto compare` for logical inference: what a cell is measured by, and the table of the rows."""
+"""`tenuto compare` for logical inference: what a cell is measured by, and the table of the rows.
+
+Tests are to be read once. Every reading by this command is noted in the cell's folder before it happens.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .data.logical_inference import breakdown, generate, majority_rate
-from .evaluate import full_depth, load, predict, test_sets
+from .data.logical_inference import generate, majority_rate
+from .evaluate import errors_of, full_depth, load, predict, test_sets
 from .intervals import student
 from .results import commit
 
@@ -19,18 +22,17 @@ FEWEST = 7  # operators of a generated pair: more than in training
 
 def measure_logic(folder: Path, generated: int) -> dict[str, Any]:
     """Figures of a trained cell on validation and every test of its protocol, and on so many `generated` pairs of 7 to
-    19 operators; the errors of the tests by relation, operators, depth and negation. Each reading of the tests is
-    noted in the folder (readings.json) before it happens; "readings" holds them all.
+    19 operators; `errors_of` the tests.
     """
     loaded = load(folder)
     sets = test_sets(loaded.recipe, ["validation", *test_sets(loaded.recipe)])
     if generated:
         sets["generated"] = generate(generated, seed=1, min_operators=FEWEST)
     quality, errors = {}, {}
-    file = folder / "readings.json"
-    readings = json.loads(file.read_text()) if file.is_file() else []
-    readings.append({"at": datetime.now().isoformat(" ", "minutes"), "commit": commit(), "sets": [*sets]})
-    file.write_text(json.dumps(readings, indent=1) + "\n")
+    noted = {"at": datetime.now().isoformat(" ", "minutes"), "commit": commit(), "sets": [*sets]}
+    draft = folder / "readings.part"
+    draft.write_text(json.dumps([*readings_in(folder), noted], indent=1) + "\n")
+    draft.replace(folder / "readings.json")
     for name, pairs in sets.items():
         said = predict(loaded, pairs, f"set {name}")
         quality[name] = {
@@ -41,19 +43,21 @@ def measure_logic(folder: Path, generated: int) -> dict[str, Any]:
             "macs_per_pair": said.macs // len(pairs),
             "seconds": round(said.seconds, 2),
         }
-        if name != "validation" and (said.relations >= 0).all():
-            errors[name] = breakdown(pairs, said.relations.tolist())
-    return {
-        "full_depth": full_depth(loaded.model),
-        "quality": quality,
-        "errors": errors,
-        "readings": readings,
-    }
+        if name != "validation":
+            errors[name] = errors_of(pairs, said)
+    return {"full_depth": full_depth(loaded.model), "quality": quality, "errors": errors}
+
+
+def readings_in(folder: Path) -> list[dict[str, Any]]:
+    """When a cell's tests were read by this command, at which commit, and which."""
+    file = folder / "readings.json"
+    return json.loads(file.read_text()) if file.is_file() else []
 
 
 def logic_table(against: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line a row, by set: accuracy in percent over seeds (`student`), costs, and the difference from the row
-    `against`, seed by seed. A protocol other than "length" has a validation of its own, "validation A" and so on.
+    `against`, over the seeds that both have. A protocol other than "length" has a validation of its own, "validation
+    A" and so on. train_cpu_seconds is the mean of the row's models, readings the most of any.
     """
     lines = []
     for name in dict.fromkeys(one["row"] for one in results):
@@ -89,7 +93,7 @@ def logic_table(against: str, results: list[dict[str, Any]]) -> list[dict[str, A
                     if one["seed"] in base
                 ]
                 if name != against and gaps:
-                    here["minus_against"] = student(gaps)
+                    here["minus_against"] = {**student(gaps), "seeds": len(gaps)}
                 own = part in ("validation", "generated") and protocol != "length"
                 line["sets"][f"{part} {protocol}" if own else part] = here
         lines.append(line)

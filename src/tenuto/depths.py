@@ -22,7 +22,8 @@ KINDS = {
 
 def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[str, Any]:
     """Mean, spread and histogram of steps per source token, by operator count, by the deeper formula's depth and by
-    kind of token; "by_depth_at_equal_length" tells the depth of formulas from their length (`slope_within`).
+    kind of token; "by_depth_at_equal_length": how the mean steps of a pair's tokens grow with the depth of its deeper
+    formula among pairs of as many tokens (`slope_within`).
 
     `collapsed` is true when the spread of the depths is below 0.1 steps: the policy decides nothing.
     """
@@ -63,7 +64,8 @@ def depths(checkpoint: str | Path, names: Sequence[str] = (), **knobs) -> dict[s
 
 def slope_within(x: np.ndarray, y: np.ndarray, groups: np.ndarray) -> dict[str, Any] | None:
     """By how much y grows with x among those of the same group: the slope of y on x, both less their group's mean, and
-    its 95% interval (the bootstrap over them); None where x never differs within a group.
+    its 95% interval (the bootstrap over whole groups, since what is left of a group adds to 0); None where x never
+    differs within a group.
     """
     _, group = np.unique(groups, return_inverse=True)
     counts = np.bincount(group)
@@ -72,14 +74,15 @@ def slope_within(x: np.ndarray, y: np.ndarray, groups: np.ndarray) -> dict[str, 
         return values - (np.bincount(group, values) / counts)[group]
 
     x, y = centred(x.astype(float)), centred(y.astype(float))
-    told = abs(x) > 1e-9  # the others say nothing of it
+    squares, products = np.bincount(group, x**2), np.bincount(group, x * y)
+    told = squares > 1e-9  # the other groups say nothing of it
     if not told.any():
         return None
-    x, y = x[told], y[told]
-    drawn = np.random.default_rng(0).integers(len(x), size=(500, len(x)))
-    slopes = (x * y)[drawn].sum(1) / (x**2)[drawn].sum(1)
+    squares, products = squares[told], products[told]
+    drawn = np.random.default_rng(0).integers(len(squares), size=(1000, len(squares)))
+    slopes = products[drawn].sum(1) / squares[drawn].sum(1)
     return {
-        "steps_per_level": round(float((x * y).sum() / (x**2).sum()), 4),
+        "steps_per_level": round(float(products.sum() / squares.sum()), 4),
         "interval": np.percentile(slopes, [2.5, 97.5]).round(4).tolist(),
     }
 

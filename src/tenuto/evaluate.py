@@ -87,7 +87,7 @@ def load(checkpoint: str | Path, policy: str | None = None, trained: bool = True
     return Loaded(model.eval().to(device), recipe, folder, AutoTokenizer.from_pretrained(folder))
 
 
-def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, list[Pair]]:
+def test_sets(recipe: Recipe, names: Sequence[str] = ()) -> dict[str, Sequence[Pair]]:
     """The protocol's test sets by name, "validation" among them; all tests when no names are given."""
     if recipe.data.sequences is not None or recipe.data.parallel is not None:
         raise ValueError(
@@ -199,9 +199,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Accuracy (percent) by set beside the always-`#` rate, mean steps, MACs per pair, seconds.
 
-    With `errors`, the breakdown by true relation, operators, formula depth and negation as well.
+    With `errors`, `errors_of` each set as well.
     """
-    from .data.logical_inference import breakdown, majority_rate
+    from .data.logical_inference import majority_rate
 
     loaded = load(checkpoint)
     figures: dict[str, Any] = {
@@ -219,13 +219,21 @@ def evaluate(
         figures["macs_per_pair"][name] = said.macs // len(pairs)
         figures["seconds"][name] = round(said.seconds, 2)
         if errors:
-            # a text-to-text model may answer with no relation at all
-            answered = np.flatnonzero(said.relations >= 0)
-            figures.setdefault("errors", {})[name] = {
-                **breakdown([pairs[place] for place in answered], said.relations[answered].tolist()),
-                "unanswered": len(pairs) - len(answered),
-            }
+            figures.setdefault("errors", {})[name] = errors_of(pairs, said)
     return figures
+
+
+def errors_of(pairs: Sequence[Pair], said: Prediction) -> dict[str, Any]:
+    """The breakdown by true relation, operators, formula depth, negation and negated operands; a text-to-text model
+    may answer with no relation at all ("unanswered").
+    """
+    from .data.logical_inference import breakdown
+
+    answered = np.flatnonzero(said.relations >= 0)
+    return {
+        **breakdown([pairs[place] for place in answered], said.relations[answered].tolist()),
+        "unanswered": len(pairs) - len(answered),
+    }
 
 
 def sweep(

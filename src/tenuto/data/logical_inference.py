@@ -107,9 +107,9 @@ class Protocol:
     """Training, validation and named test pairs of one experiment."""
 
     name: str
-    train: list[Pair]
-    validation: list[Pair]
-    test: dict[str, list[Pair]]
+    train: tuple[Pair, ...]
+    validation: tuple[Pair, ...]
+    test: dict[str, tuple[Pair, ...]]
 
 
 def read_pairs(lines: Iterable[str], source: str = "input") -> list[Pair]:
@@ -158,7 +158,7 @@ def _every_tenth(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 @cache
 def protocol(name: Literal["length", "A", "B", "C"]) -> Protocol:
-    """The published pairs arranged for one experiment; read once, so its lists are not to be changed.
+    """The published pairs arranged for one experiment; read once and kept.
 
     All start from train0..6, 135,529 pairs in file order. "length" tests on test7..test12, keys
     "7" to "12". "A", "B" and "C" test, under that key, on the pairs matching `SPLITS[name]`, and
@@ -169,13 +169,13 @@ def protocol(name: Literal["length", "A", "B", "C"]) -> Protocol:
         raise ValueError(f"unknown protocol {name!r}: choose 'length', 'A', 'B' or 'C'")
     pairs = [pair for n in range(7) for pair in load_bin("train", n)]
     if name == "length":
-        test = {str(n): load_bin("test", n) for n in range(7, 13)}
+        test = {str(n): tuple(load_bin("test", n)) for n in range(7, 13)}
     else:
         held = [bool(SPLITS[name].search(p.left) or SPLITS[name].search(p.right)) for p in pairs]
-        test = {name: [pair for pair, out in zip(pairs, held, strict=True) if out]}
+        test = {name: tuple(pair for pair, out in zip(pairs, held, strict=True) if out)}
         pairs = [pair for pair, out in zip(pairs, held, strict=True) if not out]
     train, validation = _every_tenth(pairs)
-    return Protocol(name, train, validation, test)
+    return Protocol(name, tuple(train), tuple(validation), test)
 
 
 def label_id(relation: str) -> int:

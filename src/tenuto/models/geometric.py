@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 
 class NearestMatch(torch.autograd.Function):
-    """Eqs. 1 and 2 with their derivative written out, a third of autograd's passes over the pairs:
+    """Eqs. 1 and 2 with their derivative written out, a third of autograd's passes over the pairs (once
+    differentiable, and not for torch.func; `weights` alone is):
 
     log w_ij = z_ij - sum_{k from i to j} log(1 + e^z_ik)                  j counted; z the biased scores, -inf at
     dL/dz_ij = u_ij - p_ij sum_{k from j outwards} u_ik                    keys not to be read; u_ij = w_ij dL/dw_ij
@@ -76,8 +77,7 @@ class GeometricWeights(nn.Module):
             read = on_side.unsqueeze(1)
             if visible_S1LT is not None:
                 read = read & visible_S1LT
-            # added once for all heads: to fill by a mask that repeats itself costs ten times as much
-            sides.append(some + torch.zeros_like(read, dtype=some.dtype).masked_fill_(~read, -torch.inf))
+            sides.append(torch.where(read, some, -torch.inf))
         z_SHLT = torch.cat(sides, 1)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             weights = NearestMatch.apply(z_SHLT, back)

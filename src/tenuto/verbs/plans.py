@@ -43,7 +43,7 @@ def matrix(options) -> Any:
 
 
 def compare(options) -> Any:
-    """Models that differ in a few fields, trained alike over seeds: loss or BLEU, causal rule against Top-K, MACs."""
+    """Models that differ in a few fields, trained alike over seeds: loss, BLEU, accuracy, MACs, causal rule."""
     quieten()
     from ..compare import run_comparison
 
@@ -108,10 +108,12 @@ def _ranged(value: dict[str, Any], form: str) -> str:
 
 
 def _show_logic(figures: dict[str, Any], options) -> None:
-    """The rows of logical inference: accuracy by set, and what it cost."""
+    """The rows of logical inference: accuracy by set, what it cost, and how it differs from that of `against`."""
     # those of the systematic splits' own validation are in the file
     names = [*dict.fromkeys(name for row in figures["rows"] for name in row["sets"] if " " not in name)]
-    rows, always = [], {}
+    common = [name for name in names if all(name in row["sets"] for row in figures["rows"])]
+    costs = common[-1] if common else names[-1]
+    rows, always, gaps = [], {}, []
     for row in figures["rows"]:
         sets, cells = row["sets"], []
         for name in names:
@@ -122,23 +124,34 @@ def _show_logic(figures: dict[str, Any], options) -> None:
             always[name], accuracy = part["majority"], part["accuracy"]
             spread = "" if accuracy["spread"] is None else f" ±{accuracy['spread']:.1f}"
             cells.append(f"{accuracy['mean']:.1f}{spread}")
-        longest = sets["12"] if "12" in sets else list(sets.values())[-1]
+        cost = sets.get(costs)
+        if any("minus_against" in part for part in sets.values()):
+            gaps.append((row["row"], *(_gap(sets.get(name)) for name in names)))
         rows.append(
             (
                 row["row"],
                 "/".join(str(count) for count in dict.fromkeys(part["seeds"] for part in sets.values())),
                 f"{row['parameters']:,}",
                 *cells,
-                f"{longest['macs_per_pair'] / 1e6:.1f}",
-                f"{longest['mean_steps']:.2f} of {row['full_depth']}",
-                f"{sum(part['seconds'] for part in sets.values()):.0f}",
+                "" if cost is None else f"{cost['macs_per_pair'] / 1e6:.1f}",
+                "" if cost is None else f"{cost['mean_steps']:.2f} of {row['full_depth']}",
+                "" if cost is None else f"{cost['seconds']:.1f}",
                 f"{row['train_cpu_seconds']:.0f}",
             )
         )
     rows.append(("always #", "", "", *(f"{always[name]:.1f}" for name in names), "", "", "", ""))
     columns = ("model", "seeds", "parameters", *names, "MMACs/pair", "steps", "seconds", "training CPU s")
-    notes = ["Accuracy in percent. MACs and steps of the longest pairs; seconds: of all sets."]
-    table(options.plan, columns, rows, [*notes, _done(figures, options)])
+    table(
+        options.plan, columns, rows, [f"Accuracy in percent. MACs, steps and seconds are those of {costs}."]
+    )
+    if gaps:
+        title = f"\nminus {figures['against']}, points, over the seeds that both have [95%]"
+        table(title, ("model", *names), gaps)
+    print(_done(figures, options))
+
+
+def _gap(part: dict[str, Any] | None) -> str:
+    return "" if part is None or "minus_against" not in part else _ranged(part["minus_against"], "+.1f")
 
 
 def _show_pairs(figures: dict[str, Any], options) -> None:
