@@ -260,14 +260,19 @@ def collapse(name: str) -> str:
 
 def shift(name: str) -> str:
     """S_CU - S_CE of SDT and STT at the beginning and the end of training: does novelty give way to prediction?"""
-    lines = ["| model | seed | first tenth | last tenth | shift |", "|---" * 5 + "|"]
+    lines = ["| model | seeds | first tenth | last tenth | shift in |", "|---" * 5 + "|"]
+    rows: dict[str, list[dict]] = {}
     for one in figures_of(name)["results"]:
         if one.get("shift"):
-            first, last = (one["shift"][part] for part in ("first", "last"))
-            lines.append(
-                f"| {one['row']} | {one['seed']} | {first['difference']:+.4f} ± {first['error']:.4f}"
-                f" | {last['difference']:+.4f} ± {last['error']:.4f} | {'yes' if one['shift']['shift'] else 'no'} |"
-            )
+            rows.setdefault(one["row"], []).append(one["shift"])
+    for row, some in rows.items():
+        cells = []
+        for part in ("first", "last"):
+            difference, error = (sum(one[part][key] for one in some) / len(some) for key in ("difference", "error"))
+            cells.append(f"{difference:+.4f} ± {error:.4f}")
+        lines.append(
+            f"| {row} | {len(some)} | {' | '.join(cells)} | {sum(one['shift'] for one in some)} of {len(some)} |"
+        )
     return "\n".join(lines)
 
 
