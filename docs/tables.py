@@ -307,6 +307,81 @@ def smollm2(name: str) -> str:
     return "\n".join(lines)
 
 
+def prefill(name: str) -> str:
+    """Of benchmarks/routed.py, a skipping layer's share of the dense layer's time."""
+    figures = figures_of(name)
+    lines = ["| router | tokens | capacity | ms, dense layer | ms, skipping layer | share |", "|---" * 6 + "|"]
+    for kind in ("mod", "sdt", "stt"):
+        for length, row in figures[kind]["layer"].items():
+            lines.append(
+                f"| {kind} | {int(length):,} | {row['capacity']:.3f} | {row['milliseconds_dense']:.1f}"
+                f" | {row['milliseconds_routed']:.1f} | {row['layer_share']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def decoding(name: str) -> str:
+    """Of benchmarks/routed.py, tokens a second and K/V bytes beside the dense model."""
+    figures = figures_of(name)
+    lines = [
+        "| router | rows | capacity | tokens/s, dense | tokens/s | faster | K/V written % | allocated % | expected % |",
+        "|---" * 9 + "|",
+    ]
+    for kind in ("mod", "sdt", "stt"):
+        for rows, row in figures[kind]["decoding"].items():
+            shares = (100 * row[key] for key in ("kv_written_share", "kv_allocated_share", "kv_share_expected"))
+            lines.append(
+                f"| {kind} | {rows} | {row['capacity']:.3f} | {row['tokens_per_second_dense']:.0f}"
+                f" | {row['tokens_per_second']:.0f} | {row['faster']:.2f} | "
+                + " | ".join(f"{share:.1f}" for share in shares)
+                + " |"
+            )
+    return "\n".join(lines)
+
+
+def int8(name: str) -> str:
+    """Of benchmarks/int8.py: trained models with priors in int8."""
+    lines = ["| model | loss, float32 | loss, int8 | difference | decided alike % |", "|---" * 5 + "|"]
+    for row in figures_of(name)["rows"]:
+        lines.append(
+            f"| {row['checkpoint']} | {row['float32']['loss']:.4f} | {row['int8']['loss']:.4f}"
+            f" | {row['loss_difference']:+.5f} | {100 * row['alike']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def int8_speed(name: str) -> str:
+    """Of benchmarks/routed.py: the prior's time in int8 as a share of float32's, by width and rows."""
+    figures = figures_of(name)["int8"]
+    cells = {tuple(key.removesuffix(" rows").split(", ")): value for key, value in figures.items()}
+    widths, rows = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    lines = [f"| width of the prior | {' | '.join(f'{row} rows' for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
+    for width in widths:
+        lines.append(f"| {width} | {' | '.join(f'{cells[width, row]:.2f}' for row in rows)} |")
+    return "\n".join(lines)
+
+
+def pairs(name: str, part: str) -> str:
+    """One set of `tenuto compare` for sequences or parallel text."""
+    figures = figures_of(name)
+    first = figures["rows"][0]["sets"][part]
+    measure, title = ("bleu", "BLEU") if "bleu" in first else ("exact", "exact %")
+    titles = ["model", "seeds", "parameters", title, f"minus {figures['against']} [95%]", "loss",
+              "steps read / written", "MMACs/token", "tokens/s"]  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in figures["rows"]:
+        here = row["sets"][part]
+        gap = here.get("minus_against")
+        lines.append(
+            f"| {row['row']} | {row['seeds']} | {row['parameters']:,}"
+            f" | {_with(here[measure]['mean'], here[measure]['spread'], '.2f')} | "
+            + ("" if gap is None else "{:+.2f} [{:+.2f}, {:+.2f}]".format(gap["difference"], *gap["interval"]))
+            + f" | {here['loss']:.4f} | {here['encoder_depth']:.2f} / {here['decoder_depth']:.2f}"
+            f" | {here['macs_per_token'] / 1e6:.3f} | {here['tokens_per_second']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def grid(name: str) -> str:
     """The grid of the exponent: held-out loss by width and loops, means over seeds."""
     cells: dict[tuple[int, int], list[float]] = {}
@@ -494,6 +569,11 @@ MAKERS = {
     "headroom": headroom,
     "correlation": correlation,
     "shift": shift,
+    "prefill": prefill,
+    "decoding": decoding,
+    "int8": int8,
+    "int8_speed": int8_speed,
+    "pairs": pairs,
     "smollm2": smollm2,
     "routers": routers,
     "rules": rules,
@@ -511,7 +591,7 @@ def filled(text: str) -> str:
         gap = "\n" if "\n" in made else ""
         return f"<!-- {match['call']} -->{gap}{made}{gap}<!-- end -->"
 
-    return re.sub(r"<!-- (?P<call>\w+(?: [\w/-]+)?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (?P<call>\w+(?: [\w/-]+)*) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
