@@ -249,6 +249,17 @@ def test_every_plan_names_recipes_that_build(monkeypatch):
         assert len({cell.name for cell in cells}) == len(cells) >= least
 
 
+@pytest.mark.parametrize("name", ["stories", "ablations", "routed-scan"])
+def test_rates_of_every_row_fit_its_model(name, monkeypatch):
+    """A pattern that fits nothing would stop the row when its turn comes."""
+    from tenuto.compare import Comparison, cells_of, load_plan
+
+    monkeypatch.chdir(ROOT)
+    for cell in cells_of(load_plan(PLANS[name], Comparison)):
+        model = build(config_of(cell.recipe, vocab_size=512), cell.recipe.head)
+        parameter_groups(model, 0.0, 1e-3, 0.0, cell.recipe.learning_rates)
+
+
 def test_start_from_refuses_another_config(tmp_path):
     """Only the halting net may be missing; nothing may be left over."""
     fixed = build(preset("sut-tiny", policy="fixed", act_weight=0.0))
