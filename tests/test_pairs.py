@@ -364,6 +364,76 @@ def test_comparison_of_rows(folder):
     assert cell["loss"] == round(loss_of(loaded, pairs), 4)
 
 
+def test_table_pools_the_tests_of_translation(tmp_path):
+    """BLEU of all tests together, of each sentence every shared seed's answers; a set asked alone stays as it is."""
+    pytest.importorskip("sacrebleu")
+    from tenuto.compare_pairs import pairs_table
+    from tenuto.translate import paired_bootstrap, paired_bootstrap_of_runs
+
+    said = {
+        "first": "a man rides a red horse\na dog sleeps in the sun\n",
+        "second": "two men walk home at night\n",
+    }
+    for name, text in said.items():
+        (tmp_path / f"{name}.en").write_text(text)
+        (tmp_path / f"{name}.de").write_text(text)
+    corpora = {name: {"source": f"{name}.en", "target": f"{name}.de"} for name in said}
+    data = {
+        "folder": str(tmp_path),
+        "train": [corpora["first"]],
+        "validation": [corpora["first"]],
+        "test": corpora,
+    }
+    rng, folders, results, answers = np.random.default_rng(0), {}, [], {}
+    for row, seeds in (("base", (0, 1, 2)), ("ours", (1, 2)), ("alone", (3,)), ("one", (1,))):
+        for seed in seeds:
+            folder = folders[row, seed] = tmp_path / f"{row}-{seed}"
+            (folder / "said").mkdir(parents=True)
+            recipe = {
+                "preset": "sut-tiny",
+                "head": "text-to-text",
+                "data": {"parallel": data},
+                "training": {"max_steps": 1, "per_device_train_batch_size": 1},
+            }
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+            rate = {"base": 0.4}.get(row, 0.2)
+            for name, text in said.items():
+                lines = [
+                    " ".join("x" if rng.random() < rate else word for word in line.split())
+                    for line in text.splitlines()
+                ]
+                (folder / "said" / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+                answers.setdefault((row, seed), []).extend(lines)
+            costs = dict.fromkeys(
+                ("loss", "macs_per_token", "tokens_per_second", "encoder_depth", "decoder_depth"), 1
+            )
+            quality = {
+                name: {"examples": len(text.splitlines()), "bleu": 10.0 * seed, **costs}
+                for name, text in said.items()
+            }
+            one = {
+                "row": row,
+                "seed": seed,
+                "parameters": 1,
+                "train_cpu_seconds": 1,
+                "full_depth": 1,
+                "quality": quality,
+            }
+            results.append(one)
+    rows = {row["row"]: row for row in pairs_table("base", results, folders)}
+    targets = [line for text in said.values() for line in text.splitlines()]
+    runs = [[answers[row, seed] for seed in (1, 2)] for row in ("base", "ours")]
+    assert rows["ours"]["pooled"] == {"sets": [*said], **paired_bootstrap_of_runs(*runs, targets)}
+    assert rows["ours"]["sets"]["first"]["minus_against"]["over"] == "seeds"
+    assert rows["one"]["pooled"] == {
+        "sets": [*said],
+        **paired_bootstrap(answers["base", 1], answers["one", 1], targets),
+    }
+    assert rows["one"]["sets"]["second"]["minus_against"]["over"] == "examples"
+    assert "pooled" not in rows["base"] and rows["alone"]["pooled"] is None
+    assert rows["alone"]["sets"]["first"]["minus_against"] is None
+
+
 def test_comparison_of_the_first_examples(folder):
     """`limit` measures the first examples of each set, in every row; the others have it refused."""
     from tenuto.compare import Comparison, cells_of, run_comparison

@@ -626,3 +626,36 @@ def test_data_classes_are_what_a_recipe_says():
     recipe.data.sequences, recipe.data.parallel = None, Parallel([Corpus("none.tsv")], [Corpus("none.tsv")])
     with pytest.raises(FileNotFoundError, match=r"no file none\.tsv"):
         task_of(recipe)
+
+
+def test_bootstrap_of_several_runs_draws_a_sentence_with_all_its_outputs():
+    """The slow way: draw sentences, write all runs' outputs one after another, score the text."""
+    sacrebleu = pytest.importorskip("sacrebleu")
+
+    from tenuto.translate import paired_bootstrap, paired_bootstrap_of_runs
+
+    rng = np.random.default_rng(3)
+
+    def spoilt(rate):
+        return [" ".join("x" if rng.random() < rate else word for word in text.split(" ")) for text in GERMAN]
+
+    firsts, seconds = [spoilt(0.5), spoilt(0.3)], [spoilt(0.2), spoilt(0.1)]
+    found = paired_bootstrap_of_runs(firsts, seconds, GERMAN, samples=30, seed=5)
+    draws, differences = np.random.default_rng(5), []
+    for _ in range(30):
+        chosen = draws.integers(len(GERMAN), size=len(GERMAN))
+        scores = [
+            sacrebleu.corpus_bleu(
+                [said[k] for said in outputs for k in chosen], [[GERMAN[k] for _ in outputs for k in chosen]]
+            ).score
+            for outputs in (firsts, seconds)
+        ]
+        differences.append(scores[1] - scores[0])
+    assert found["interval"] == np.percentile(differences, [2.5, 97.5]).round(2).tolist()
+    assert found["first"] == round(sacrebleu.corpus_bleu(firsts[0] + firsts[1], [GERMAN * 2]).score, 2)
+    # a system's outputs in another order are the same outputs
+    assert paired_bootstrap_of_runs(firsts[::-1], seconds, GERMAN, samples=30, seed=5) == found
+    alone = paired_bootstrap(firsts[0], seconds[0], GERMAN, samples=30, seed=5)
+    assert alone == paired_bootstrap_of_runs([firsts[0]] * 2, [seconds[0]] * 2, GERMAN, samples=30, seed=5)
+    with pytest.raises(ValueError, match="must be alike"):
+        paired_bootstrap_of_runs([firsts[0], GERMAN[1:]], seconds, GERMAN)

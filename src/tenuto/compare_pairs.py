@@ -10,7 +10,7 @@ import numpy as np
 from .evaluate import Loaded, load
 from .intervals import student
 from .recipe import load_recipe
-from .translate import evaluate_pairs, loss_of, paired_bootstrap, paired_exact, test_pairs
+from .translate import evaluate_pairs, loss_of, paired_bootstrap_of_runs, paired_exact, test_pairs
 
 COSTS = ("loss", "macs_per_token", "tokens_per_second", "encoder_depth", "decoder_depth")
 
@@ -46,7 +46,8 @@ def pairs_table(
     row `against`. folders: of the cells, by row and seed.
 
     A difference is taken seed by seed: of several seeds its 95% interval is Student's over them ("seeds"); of one seed
-    it is the paired bootstrap's over the examples, which says nothing about other seeds ("examples").
+    it is the paired bootstrap's over the examples, which says nothing about other seeds ("examples"). pooled: BLEU of
+    all tests together, and the bootstrap over their sentences with the answers of all seeds; where there are several.
     """
     lines = []
     for name in dict.fromkeys(one["row"] for one in results):
@@ -71,6 +72,9 @@ def pairs_table(
             if name != against:
                 here["minus_against"] = _difference(part, some, against, results, folders)
             line["sets"][part] = here
+        tests = [part for part, here in line["sets"].items() if part != "validation" and "bleu" in here]
+        if name != against and len(tests) > 1:
+            line["pooled"] = _over_examples(tests, some, against, results, folders)
         lines.append(line)
     return lines
 
@@ -79,25 +83,43 @@ def _difference(
     part: str, some: list[dict], against: str, results: list[dict], folders: dict[tuple, Path]
 ) -> dict[str, Any] | None:
     """The mean difference over the seeds that both rows have; None where they share none."""
-    base = {one["seed"]: one for one in results if one["row"] == against}
+    base = {one["seed"]: one["quality"][part] for one in results if one["row"] == against}
     shared = [one for one in some if one["seed"] in base]
+    if len(shared) < 2:
+        found = _over_examples([part], some, against, results, folders)
+        return found and {**{key: found[key] for key in ("difference", "interval", "p")}, "over": "examples"}
+    measure = "bleu" if "bleu" in shared[0]["quality"][part] else "exact"
+    found = student([one["quality"][part][measure] - base[one["seed"]][measure] for one in shared])
+    return {"difference": found["mean"], "interval": found["interval"], "over": "seeds"}
+
+
+def _over_examples(
+    parts: list[str], some: list[dict], against: str, results: list[dict], folders: dict[tuple, Path]
+) -> dict[str, Any] | None:
+    """The paired bootstrap over the examples of the parts, one after another, with the answers of all seeds that both
+    rows have; None where they share none. sets: those parts.
+    """
+    seeds = {one["seed"] for one in results if one["row"] == against}
+    shared = [(one["row"], one["seed"]) for one in some if one["seed"] in seeds]
     if not shared:
         return None
-    measure = "bleu" if "bleu" in shared[0]["quality"][part] else "exact"
-    if len(shared) > 1:
-        gaps = [one["quality"][part][measure] - base[one["seed"]]["quality"][part][measure] for one in shared]
-        found = student(gaps)
-        return {"difference": found["mean"], "interval": found["interval"], "over": "seeds"}
-    ours, theirs = (folders[row, shared[0]["seed"]] for row in (shared[0]["row"], against))
-    texts = [said_in(folder, part) for folder in (theirs, ours)]
-    targets = [pair[1] for pair in _references(ours, part)][: len(texts[0])]
-    if measure == "bleu":
-        found = paired_bootstrap(*texts, targets)
-    else:
-        # an unfinished answer is a word longer than its target, so it does not equal it
-        found = paired_exact(*(np.array(said) == np.array(targets) for said in texts))
-    kept = {key: found[key] for key in ("difference", "interval", "p")}
-    return {**kept, "over": "examples"}
+    ours = [_joined(folders[cell], parts) for cell in shared]
+    theirs = [_joined(folders[against, seed], parts) for _, seed in shared]
+    targets = []
+    for part in parts:
+        pairs = _references(folders[shared[0]], part)
+        targets += [pair[1] for pair in pairs[: len(said_in(folders[shared[0]], part))]]
+    if "bleu" in some[0]["quality"][parts[0]]:
+        return {"sets": parts, **paired_bootstrap_of_runs(theirs, ours, targets)}
+    # exact match is pooled over no seeds; an unfinished answer is a word longer than its target and does not equal it
+    return {
+        "sets": parts,
+        **paired_exact(*(np.array(said[0]) == np.array(targets) for said in (theirs, ours))),
+    }
+
+
+def _joined(folder: Path, parts: list[str]) -> list[str]:
+    return [line for part in parts for line in said_in(folder, part)]
 
 
 def _references(folder: Path, part: str) -> list[tuple]:

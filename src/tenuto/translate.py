@@ -162,13 +162,27 @@ def paired_bootstrap(
     Sentences are drawn with replacement, the same ones for both (Koehn 2004). p: the share of the samples, two-sided,
     on the other side of zero. ValueError if the numbers of sentences differ.
     """
-    if not len(first) == len(second) == len(references) > 0:
-        raise ValueError(
-            f"The outputs have {len(first)} and {len(second)} sentences, the references {len(references)}:"
-            " they must be alike, and one at least."
-        )
+    return paired_bootstrap_of_runs([first], [second], references, samples, seed)
+
+
+def paired_bootstrap_of_runs(
+    firsts: Sequence[Sequence[str]],
+    seconds: Sequence[Sequence[str]],
+    references: Sequence[str],
+    samples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`paired_bootstrap` of two systems with several outputs each, as of several trainings: a sentence is drawn with
+    all its outputs, and BLEU is that of a system's outputs one after another.
+    """
+    for said in (*firsts, *seconds):
+        if not len(said) == len(references) > 0:
+            raise ValueError(
+                f"An output has {len(said)} sentences, the references {len(references)}: they must be alike, and one"
+                " at least."
+            )
     metric = _metric(effective_order=False)
-    counts = [_counts(metric, said, references) for said in (first, second)]
+    counts = [sum(_counts(metric, said, references) for said in outputs) for outputs in (firsts, seconds)]
     draws = np.random.default_rng(seed)
     whole = [_score(metric, one.sum(0)) for one in counts]
     differences = []
