@@ -378,6 +378,28 @@ def test_training_arguments_without_effect_are_refused(tmp_path, change, message
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plan_is_no_recipe_and_a_recipe_no_plan(monkeypatch, tmp_path):
+    """Each is named for what it is; a wrong key of the right one keeps its own message; YAML's `no` is a word."""
+    from tenuto.compare import Comparison
+    from tenuto.matrix import load_plan
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match="depth.yaml is a plan of several models, not a recipe"):
+        load_recipe("recipes/scan/depth.yaml")
+    with pytest.raises(ValueError, match="ut.yaml names no `base`: it is not a plan"):
+        load_plan("recipes/scan/ut.yaml", Comparison)
+    (tmp_path / "plan.yaml").write_text("base: recipes/scan/ut.yaml\nrows: {}\nagainst: ut\nlimits: 3\n")
+    with pytest.raises(ValueError, match="limits"):
+        load_plan(tmp_path / "plan.yaml", Comparison)
+    with pytest.raises(ValueError, match="datas"):
+        load_recipe("recipes/scan/ut.yaml", ["--datas=3"])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="list.yaml"):
+        load_recipe(tmp_path / "list.yaml")
+    recipe = load_recipe("recipes/scan/ut.yaml", ["--training.eval_strategy=no", "--training.bf16=no"])
+    assert recipe.training["eval_strategy"] == "no" and recipe.training["bf16"] is False
+
+
 def test_resume_refuses_another_recipe_and_splits_train(tmp_path):
     """A systematic split end to end; the resumed run keeps its recipe, and its processor time."""
     from tenuto.evaluate import evaluate

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, keys_of, load_recipe
 
 
 @dataclass
@@ -60,6 +60,10 @@ def load_plan(path: str | Path, kind: type):
     try:
         values = parser.instantiate(parser.parse_args([f"--plan={path}"])).as_dict()
     except ArgumentError as error:
+        if "base" not in keys_of(path):
+            raise ValueError(
+                f"{path} names no `base`: it is not a plan of several models. `tenuto train` takes a recipe."
+            ) from error
         raise ValueError(f"{path}: {error}") from error
     values.pop("plan")
     return kind(**values)

@@ -157,6 +157,17 @@ class Recipe:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
+def keys_of(path: Path) -> set[str]:
+    """The names at the top of a YAML file; none of a file that holds something else."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return set()
+    return set(map(str, values)) if isinstance(values, dict) else set()
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe; `overrides` are flags such as `--training.seed=1` or `--config.hidden_size=96`.
 
@@ -173,9 +184,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         values = parser.instantiate(parser.parse_args([f"--recipe={path}", *overrides])).as_dict()
     except ArgumentError as error:
+        if "base" in keys_of(path):
+            raise ValueError(
+                f"{path} is a plan of several models, not a recipe; its comment says how to run it."
+            ) from error
         raise ValueError(f"{path}: {error}") from error
     values.pop("recipe")
     recipe = Recipe(**values)
+    # YAML reads `no` as false, and it is what transformers calls "never" here
+    recipe.training = {
+        name: "no" if value is False and name.endswith("_strategy") else value
+        for name, value in recipe.training.items()
+    }
     data = recipe.data
     kinds = ("text", "algorithmic", "sequences", "parallel")
     given = [name for name in kinds if getattr(data, name) is not None]
