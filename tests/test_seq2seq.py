@@ -446,16 +446,20 @@ def test_kv_source_hidden_at_threshold_one_is_not_neutral_but_at_one_step_is():
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.4])
 def test_label_smoothing_is_its_formula(smoothing):
-    """(1 - e) times the label's loss plus e times the mean loss over the vocabulary; -100 is no label."""
-    model, data = ready("sut", label_smoothing=smoothing), batch("sut", HEAD)
-    with torch.no_grad():
-        out = model(**data)
-    terms = []
-    for row, labels in zip(out.logits.log_softmax(-1), data["labels"].tolist(), strict=True):
-        for scores, label in zip(row, labels, strict=True):
-            if label != -100:
-                terms.append(-(1 - smoothing) * scores[label] - smoothing * scores.mean())
-    close(out.losses["task"], torch.stack(terms).mean())
+    """(1 - e) times the label's loss plus e times the mean loss over the vocabulary; -100 is no label. Of training
+    alone: outside it the loss is the likelihood's.
+    """
+    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    model, data = ready("ut", label_smoothing=smoothing, **off), batch("ut", HEAD)
+    for training, share in ((True, smoothing), (False, 0.0)):
+        with torch.no_grad():
+            out = model.train(training)(**data)
+        terms = []
+        for row, labels in zip(out.logits.log_softmax(-1), data["labels"].tolist(), strict=True):
+            for scores, label in zip(row, labels, strict=True):
+                if label != -100:
+                    terms.append(-(1 - share) * scores[label] - share * scores.mean())
+        close(out.losses["task"], torch.stack(terms).mean())
 
 
 def test_what_makes_no_sense_is_refused_in_one_sentence():

@@ -32,6 +32,8 @@ class AdaptiveTrainer(Trainer):
         self.recipe, self.task = recipe, task
         self.sums, self.counts = defaultdict(float), defaultdict(int)
         self.totals: dict[str, float] = {}
+        # of an evaluation: sum of the loss over labels, and their number
+        self.judged = torch.zeros(2, dtype=torch.float64)
         self.cpu = time.process_time()
         super().__init__(*args, **kwargs)
 
@@ -101,6 +103,9 @@ class AdaptiveTrainer(Trainer):
             self._track(out, inputs)
         # the loss of an evaluation is the task's: prices of depth are no part of it, and change during training
         loss = out.loss if model.training else out.losses["task"]
+        if not model.training:
+            count = _counts(inputs)["task"]
+            self.judged += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         return (loss, out) if return_outputs else loss
 
     def evaluate(self, *args, **kwargs):
@@ -110,7 +115,12 @@ class AdaptiveTrainer(Trainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        self.judged = torch.zeros(2, dtype=torch.float64)
         out = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        # the mean over labels: batches have unlike many, and those of short sequences would weigh as much as the others
+        total, count = self.accelerator.reduce(self.judged.to(self.args.device), "sum").tolist()
+        if count:
+            out.metrics[f"{metric_key_prefix}_loss"] = total / count
         if self.task.answers is not None:
             # here and not after: so they stand beside the loss in the logs, and metric_for_best_model knows them
             said = self.task.answers(self.model)

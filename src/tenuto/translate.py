@@ -301,11 +301,13 @@ def answer(
 ) -> Said:
     """What the model writes for the sources of a set (`write`).
 
-    Of a compositional task one word more than the target at most: a longer answer is wrong, whatever follows.
+    Of a compositional task one word more than the target at most: a longer answer is wrong, whatever follows. A search
+    of several beams would learn the target's length by that, and has the set's longest for all.
     """
     most = None
     if loaded.recipe.data.parallel is None:
         most = [len(one[1].split()) + 1 for one in pairs]
+        most = most if beams == 1 else [max(most)] * len(most)
     return write(loaded, [one[0] for one in pairs], beams, length_penalty, most, progress, **knobs)
 
 

@@ -177,7 +177,8 @@ class SequenceClassifier(EncoderModel):
         out.compute.add("head", torch.ones_like(out.depths[:, 0]), cost)
         losses, loss = None, None
         if labels is not None:
-            task = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
+            smoothing = self.config.label_smoothing if self.training else 0.0
+            task = F.cross_entropy(logits, labels, label_smoothing=smoothing)
             losses = {"task": task, "act": act_loss(out.expected_depths, mask)}
             losses |= self.auxiliary(out.balance) | (out.losses or {})
             loss = self.weigh(losses, loss_weights)

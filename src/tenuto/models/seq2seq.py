@@ -181,7 +181,7 @@ class EncoderDecoder(AdaptivePreTrainedModel, GenerationMixin):
                 logits.flatten(0, 1),
                 labels.flatten(),
                 ignore_index=-100,
-                label_smoothing=self.config.label_smoothing,
+                label_smoothing=self.config.label_smoothing if self.training else 0.0,
             )
             act = act_loss(source.expected_depths, mask)
             act = act + act_loss(target.expected_depths, target_mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def train(options) -> Any:
     start = time.time()
     with TrainingProgress() as progress:
         figures = run(recipe, options.output, options.resume, progress)
+    if int(os.environ.get("RANK", 0)):
+        # of several processes the first alone writes and speaks
+        return figures, lambda: None
     if "validation_accuracy" in figures:
         figures["accuracy"] = {"validation": round(figures["validation_accuracy"], 2)}
     seed = recipe.training.get("seed", 0)
