@@ -114,6 +114,21 @@ def test_pcfg_in_its_published_layout(tmp_path):
     assert train[0] == Example(["append", "A0", ",", "reverse", "B0", "C1"], ["A0", "C1", "B0"], 2)
 
 
+def test_published_listops_trees_are_left_out_of_training(monkeypatch, tmp_path):
+    """Beside a published test file, what is generated holds none of its trees; the others stay, in order."""
+    monkeypatch.setattr(sequences, "D20S", {"train": 300, "validation": 50, "test": 50})
+    sequences._d20s.cache_clear()
+    made = {part: sequences.read("listops", part, "d20s") for part in ("train", "validation")}
+    taken = made["train"][::3] + made["validation"][:5]
+    rows = "".join(f"{one.target[0]}\t{' '.join(one.source)}\n" for one in taken)
+    (tmp_path / "test_d20s.tsv").write_text(rows)
+    assert sequences.read("listops", "test", "d20s", tmp_path) == taken
+    for part, some in made.items():
+        left = sequences.read("listops", part, "d20s", tmp_path)
+        assert left == [one for one in some if one not in taken] and len(left) < len(some)
+    sequences._d20s.cache_clear()
+
+
 def test_listops_is_generated_or_read(monkeypatch):
     """Answers agree with the solver of algorithmic.py; the published tests have the published mean length."""
     from tenuto.data import algorithmic
@@ -381,7 +396,7 @@ def test_prepare_wmt14_joins_filters_and_trains_a_bpe(tmp_path):
     (source / "newstest2014-deen-ref.de.sgm").write_text(
         '<doc>\n<seg id="1">„Jetzt“</seg>\n<seg id="2">Zwei</seg>\n</doc>\n'
     )
-    figures = prepare(source, tmp_path / "out", merges=100)
+    figures = prepare(source, tmp_path / "out", vocab_size=359)
     assert figures["train"] == 180 and figures["newstest2014"] == 2 and figures["tokens"] <= 359
     assert set(figures["read"].values()) == {61}
     test = parallel.read_pairs(Corpus("newstest2014.en.gz", "newstest2014.de.gz"), tmp_path / "out")
@@ -391,6 +406,49 @@ def test_prepare_wmt14_joins_filters_and_trains_a_bpe(tmp_path):
     (source / "newstest2013.de").unlink()
     with pytest.raises(FileNotFoundError, match=r"no file newstest2013\.de"):
         prepare(source, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        prepare(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_prepare_wmt14_reads_what_datasets_reads(tmp_path):
+    """Rows {translation: {en, de}} of three splits make the same files as the published names do."""
+    pytest.importorskip("datasets")
+    from tenuto.data.wmt14 import prepare
+
+    rows, files = tmp_path / "rows", tmp_path / "files"
+    rows.mkdir(), files.mkdir()
+    pairs = {
+        "train": [
+            *zip(ENGLISH, GERMAN, strict=True),
+            ("short", "ein sehr langer Satz mit vielen Wörtern, ja"),
+        ]
+    }
+    pairs |= {
+        "validation": [("He said “no”.", "Er sagte „nein“.")],
+        "test": [("Q \u2013 A", "„Jetzt“"), ("Two", "Zwei")],
+    }
+    for split, some in pairs.items():
+        lines = [json.dumps({"translation": {"en": one, "de": two}}) + "\n" for one, two in some]
+        (rows / f"{split}.jsonl").write_text("".join(lines))
+    names = {
+        "train": ["europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v9.de-en"],
+        "validation": ["newstest2013"],
+        "test": ["newstest2014"],
+    }
+    for split, stems in names.items():
+        for place, stem in enumerate(stems):
+            for side, language in enumerate(("en", "de")):
+                text = "".join(f"{pair[side]}\n" for pair in pairs[split][place :: len(stems)])
+                (files / f"{stem}.{language}").write_text(text)
+    ours, theirs = prepare(f"hf:{rows}", tmp_path / "a", 359), prepare(files, tmp_path / "b", 359)
+    assert ours["read"] == {f"hf:{rows}": 61} and sum(theirs["read"].values()) == 61
+    assert {**ours, "read": 0} == {**theirs, "read": 0} and ours["train"] == 60
+    for name in ("train", "newstest2013", "newstest2014"):
+        one, two = (
+            parallel.read_pairs(Corpus(f"{name}.en.gz", f"{name}.de.gz"), tmp_path / out) for out in "ab"
+        )
+        assert sorted(one) == sorted(two)
+    assert one == [("Q - A", "„Jetzt“"), ("Two", "Zwei")]
 
 
 # --- recipes, training, evaluation

@@ -384,9 +384,9 @@ def test_a_plan_is_no_recipe_and_a_recipe_no_plan(monkeypatch, tmp_path):
     from tenuto.matrix import load_plan
 
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match="depth.yaml is a plan of several models, not a recipe"):
+    with pytest.raises(ValueError, match=r"depth\.yaml is a plan of several models, not a recipe"):
         load_recipe("recipes/scan/depth.yaml")
-    with pytest.raises(ValueError, match="ut.yaml names no `base`: it is not a plan"):
+    with pytest.raises(ValueError, match=r"ut\.yaml names no `base`: it is not a plan"):
         load_plan("recipes/scan/ut.yaml", Comparison)
     (tmp_path / "plan.yaml").write_text("base: recipes/scan/ut.yaml\nrows: {}\nagainst: ut\nlimits: 3\n")
     with pytest.raises(ValueError, match="limits"):
@@ -394,7 +394,7 @@ def test_a_plan_is_no_recipe_and_a_recipe_no_plan(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="datas"):
         load_recipe("recipes/scan/ut.yaml", ["--datas=3"])
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="list.yaml"):
+    with pytest.raises(ValueError, match=r"list\.yaml"):
         load_recipe(tmp_path / "list.yaml")
     recipe = load_recipe("recipes/scan/ut.yaml", ["--training.eval_strategy=no", "--training.bf16=no"])
     assert recipe.training["eval_strategy"] == "no" and recipe.training["bf16"] is False

@@ -79,7 +79,12 @@ def _parser() -> ArgumentParser:
     one.add_argument(PRINT_CONFIG, action="store_true", help="print the recipe as it would run, and stop")
     one = add(verbs.prepare, "wmt14 --input FOLDER --output data/wmt14")
     one.add_argument("corpus", help="wmt14")
-    one.add_argument("--input", help="folder with the published files, unpacked, plain or .gz")
+    one.add_argument(
+        "--input",
+        help="folder with the published files, unpacked, plain or .gz; or hf:wmt/wmt14, read with `datasets`"
+        " (fetched only with HF_HUB_OFFLINE=0)",
+    )
+    one.add_argument("--vocab_size", type=int, help="tokens of the joint BPE (37200)")
     one.add_argument("--output", help="folder for training, validation and test files and the tokenizer")
     one = add(verbs.convert, "models/smollm2 --to looped --prelude 4 --coda 4 --loops 2 --output runs/looped")
     one.add_argument("source", help="a folder with a pretrained model of transformers, or a GGUF file")

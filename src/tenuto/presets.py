@@ -56,6 +56,10 @@ _UT_NOTE = (
     "The published UT rows follow no rule we could find: six passes of a 45M block at 10 tokens are 2.9G"
     " (base) and 5.3G (big); 1998M and 3707M are 4.0 and 4.1 passes, or the 33% skip quoted for WMT."
 )
+_VOCAB_NOTE = (
+    "The published MACs are those of 32,000 tokens; the published parameters hold a joint dictionary of about"
+    " 37,000, 2.7M more."
+)
 
 _LOOPED = "ours, after 2502.05171 and 2510.25741"
 _LOOPED_100M = {
@@ -88,7 +92,8 @@ _ROUTED_TINY = {
 
 PRESETS: dict[str, Preset] = {
     "transformer-base": Preset(
-        "transformer", {**_BASE, "vocab_size": 32000}, "Vaswani et al. 2017 (1706.03762)", 604_000_000, 65_000_000
+        "transformer", {**_BASE, "vocab_size": 32000}, "Vaswani et al. 2017 (1706.03762)", 604_000_000, 65_000_000,
+        _VOCAB_NOTE,
     ),
     "transformer-big": Preset(
         "transformer", {**_BIG, "vocab_size": 32000, "dropout": 0.3}, "Ott et al. 2018 (1806.00187)",
@@ -96,7 +101,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "admin-18l-18l": Preset(
         "transformer", {**_BASE, "vocab_size": 32000, "num_hidden_layers": 18, "num_decoder_layers": 18},
-        "Liu et al. 2020 (2004.08249), sizes only", 1_490_000_000, 151_000_000,
+        "Liu et al. 2020 (2004.08249), sizes only", 1_490_000_000, 151_000_000, _VOCAB_NOTE,
     ),
     "admin-60l-12l": Preset(
         "transformer", {**_BASE, "vocab_size": 32000, "num_hidden_layers": 60, "num_decoder_layers": 12},
@@ -105,8 +110,9 @@ PRESETS: dict[str, Preset] = {
     "moa-base": Preset(
         "transformer",
         {**_BASE, "vocab_size": 32000, "num_attention_heads": 1, "head_dim": 128, "attention_experts": 8,
-         "attention_experts_per_token": 8, "router": "linear", "balance_loss": "switch", "balance_weight": 0.01},
-        "Zhang et al. 2022 (2210.05144)", 628_000_000, 65_000_000,
+         "attention_experts_per_token": 8, "router": "linear", "balance_loss": "switch", "balance_weight": 0.01,
+         "dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.1},
+        "Zhang et al. 2022 (2210.05144)", 628_000_000, 65_000_000, _VOCAB_NOTE,
     ),
     "ut-base": Preset(
         "universal",

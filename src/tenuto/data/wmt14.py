@@ -1,7 +1,8 @@
-"""WMT'14 English-German from a user's files: joined, punctuation made plain, filtered, with a joint BPE.
+"""WMT'14 English-German from a user's files or the Hub: punctuation made plain, filtered, with a joint BPE.
 
 After Transformer-Clinic's script (Liu et al. 2020), which SUT used. Departures: text stays untokenised, so BPE is
-byte-level and learnt on raw text where the script's reads Moses' tokens, and no token is unknown; punctuation is made
+byte-level and learnt on raw text where the script's reads Moses' tokens, and no token is unknown; it has as many tokens
+as SUT's dictionary, whose 32,764 merges stood beside some 4,400 letters, not 256 bytes; punctuation is made
 plain by the table below where Moses' normalize-punctuation also moves commas about quotes and rewrites numbers.
 Lengths (at most 80) and ratio (at most 1.5) are counted in BPE tokens. References of newstest2014 stay as published.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .parallel import encode_lines, joint_tokenizer, within
+from .parallel import Corpus, encode_lines, joint_tokenizer, read_pairs, within
 from .sequences import find_file, lines_of
 
 # Europarl, Common Crawl and News Commentary; versions of the last in the order of preference
@@ -24,8 +25,8 @@ TRAIN = (
     ("commoncrawl.de-en",),
     ("news-commentary-v9.de-en", "news-commentary-v12.de-en", "news-commentary-v11.de-en"),
 )
-MERGES = 32_764
-BYTES_AND_SPECIAL = 256 + 3
+VOCAB_SIZE = 37_200  # what gives SUT's published sizes
+HUB = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}  # WMT'14 in `datasets`
 _PLAIN = str.maketrans(
     {
         **dict.fromkeys("\u201e\u201c\u201d\u00ab\u00bb\u201f", '"'),
@@ -44,45 +45,62 @@ def plain(line: str) -> str:
     return " ".join(line.split())
 
 
-def prepare(folder: str | Path, output: str | Path, merges: int = MERGES) -> dict[str, Any]:
-    """Reads the published files in `folder`, at any depth, plain or .gz, and writes what the recipes name.
+def prepare(source: str | Path, output: str | Path, vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
+    """Reads WMT'14 and writes what the recipes name.
 
-    In `output`: train, newstest2013 and newstest2014 as NAME.{en,de}.gz, and the tokenizer. Returns the numbers of
-    pairs. FileNotFoundError or ValueError with one sentence if a file is missing or misaligned.
+    source: a folder with the published files, at any depth, plain or .gz; or "hf:" and the name or path of a set of
+    `datasets` with the splits train, validation and test of rows {translation: {en, de}}. In `output`: train,
+    newstest2013 and newstest2014 as NAME.{en,de}.gz, and the tokenizer. Returns the numbers of pairs.
+    FileNotFoundError or ValueError with one sentence if a file is missing or misaligned.
     """
-    folder, output = Path(folder).expanduser(), Path(output)
+    output, from_hub = Path(output), str(source).startswith("hf:")
+    counts, sets = _hub(str(source)) if from_hub else _published(Path(source).expanduser())
+    # what is translated is made plain throughout; the references of the test stay as published
+    pairs = {
+        name: [(plain(one), two if name == "newstest2014" else plain(two)) for one, two in some]
+        for name, some in sets.items()
+    }
+    pairs["train"] = [pair for pair in pairs["train"] if all(pair)]
+    words = joint_tokenizer(pairs["train"], "bpe", vocab_size)
+    sides = [encode_lines([pair[side] for pair in pairs["train"]], words).lengths - 1 for side in (0, 1)]
+    fits = within(*sides, 80, 1.5)
+    pairs["train"] = [pair for pair, good in zip(pairs["train"], fits, strict=True) if good]
+    output.mkdir(parents=True, exist_ok=True)
+    words.save_pretrained(output / "tokenizer")
+    for name, some in pairs.items():
+        for side, language in enumerate(("en", "de")):
+            _write(output / f"{name}.{language}.gz", (pair[side] for pair in some))
+    return {"read": counts, **{name: len(some) for name, some in pairs.items()}, "tokens": len(words)}
+
+
+def _published(folder: Path) -> tuple[dict[str, int], dict[str, list[tuple[str, str]]]]:
+    """Pairs read by file, and the sets, of the files of the shared task."""
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
     train, counts = [], {}
     for names in TRAIN:
         files = [find_file(folder, *(f"{name}.{side}" for name in names)) for side in ("en", "de")]
-        sides = [[plain(line) for line in lines_of(file)] for file in files]
-        pairs = [pair for pair in _aligned(files, sides) if all(pair)]
+        pairs = _aligned(files, [list(lines_of(file)) for file in files])
         counts[files[0].name.removesuffix(".gz").removesuffix(".en")] = len(pairs)
         train += pairs
-    files = [find_file(folder, f"newstest2013.{side}") for side in ("en", "de")]
-    valid = _aligned(files, [[plain(line) for line in lines_of(file)] for file in files])
-    files = [
+    valid = [find_file(folder, f"newstest2013.{side}") for side in ("en", "de")]
+    test = [
         find_file(folder, "newstest2014-deen-src.en.sgm", "newstest2014.en"),
         find_file(folder, "newstest2014-deen-ref.de.sgm", "newstest2014.de"),
     ]
-    source, target = (list(_segments(file)) for file in files)
-    test = _aligned(files, [[plain(line) for line in source], target])
-    words = joint_tokenizer(train, "bpe", merges + BYTES_AND_SPECIAL)
-    sides = [encode_lines([pair[side] for pair in train], words).lengths - 1 for side in (0, 1)]
-    kept = [pair for pair, good in zip(train, within(*sides, 80, 1.5), strict=True) if good]
-    output.mkdir(parents=True, exist_ok=True)
-    words.save_pretrained(output / "tokenizer")
-    for name, pairs in (("train", kept), ("newstest2013", valid), ("newstest2014", test)):
-        for side, language in enumerate(("en", "de")):
-            _write(output / f"{name}.{language}.gz", (pair[side] for pair in pairs))
-    return {
-        "read": counts,
-        "train": len(kept),
-        "newstest2013": len(valid),
-        "newstest2014": len(test),
-        "tokens": len(words),
+    return counts, {
+        "train": train,
+        "newstest2013": _aligned(valid, [list(lines_of(file)) for file in valid]),
+        "newstest2014": _aligned(test, [list(_segments(file)) for file in test]),
     }
+
+
+def _hub(source: str) -> tuple[dict[str, int], dict[str, list[tuple[str, str]]]]:
+    """The same of a set of `datasets`; one that has several languages has ours as "de-en"."""
+    local = Path(source.removeprefix("hf:")).expanduser().exists()
+    common = {"fields": ["translation.en", "translation.de"], "subset": None if local else "de-en"}
+    sets = {name: read_pairs(Corpus(source, split=split, **common)) for name, split in HUB.items()}
+    return {source: len(sets["train"])}, sets
 
 
 def _aligned(files: Sequence[Path], sides: Sequence[list[str]]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 from .shared import UsageError, given, quieten, write
 
 PRINT_CONFIG = "--print_config"
+_PREPARE = {"input": "the folder of the published files, or hf: and a set's name", "output": "a folder"}
 _CONVERT = {"to": "looped, sdt, stt or mod", "output": "the folder for the converted model"}
 
 
@@ -65,11 +66,11 @@ def prepare(options) -> Any:
         raise UsageError(f"There is no corpus {options.corpus!r}; wmt14 is known.")
     for name in ("input", "output"):
         if not getattr(options, name):
-            raise UsageError(f"--{name} is missing: a folder.")
+            raise UsageError(f"--{name} is missing: {_PREPARE[name]}.")
     quieten()
     from ..data.wmt14 import prepare as run
 
-    figures = run(options.input, options.output)
+    figures = run(options.input, options.output, **given(options, "vocab_size"))
 
     def show() -> None:
         read = ", ".join(f"{name} {count:,}" for name, count in figures["read"].items())
