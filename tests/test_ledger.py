@@ -206,8 +206,14 @@ def test_attention_causal_counts_the_pairs_the_mask_lets_through(case):
         )
         first = getattr(model.encoder, "blocks", None) or [model.encoder.block]
         layers = len(model.encoder.blocks) if hasattr(model.encoder, "blocks") else model.encoder.steps
-        cost = first[0].attention.pair_macs * layers
-        assert out.compute.attention_causal.tolist() == [sum(one) * cost for one in counts]
+        attention = first[0].attention
+        cost = attention.pair_macs * layers
+        # q.R of windowed positions, once for a query of self-attention
+        offsets = layers * attention.chosen * attention.relative.row_macs if attention.relative else 0
+        queries = [sum(one) + sum(two) for one, two in zip(source, seen, strict=True)]
+        want = [sum(one) * cost + asked * offsets for one, asked in zip(counts, queries, strict=True)]
+        assert out.compute.attention_causal.tolist() == want
+        assert (offsets > 0) == case.startswith("sut")
 
 
 def test_attention_causal_shrinks_with_the_queries_but_not_with_the_keys():
@@ -218,8 +224,9 @@ def test_attention_causal_shrinks_with_the_queries_but_not_with_the_keys():
     )
     with torch.no_grad():
         out = model.eval()(**data)
-    readable = data["attention_mask"].sum(1)
-    want = out.depths.sum(1) * readable * model.stack.block.attention.pair_macs
+    readable, attention = data["attention_mask"].sum(1), model.stack.block.attention
+    offsets = attention.chosen * attention.relative.row_macs  # q.R, once for a query
+    want = out.depths.sum(1) * (readable * attention.pair_macs + offsets)
     assert torch.equal(out.compute.attention_causal, want)
     executed = out.compute.macs["attention"]
     assert (executed >= want).all()

@@ -351,7 +351,7 @@ class Attention(nn.Module):
         pairs = torch.zeros_like(rows.per_sequence).index_add(0, rows.sequence, reach.readable(rows))
         ledger.add_attention(executed, pairs, self.pair_macs)
         if self.relative is not None:
-            ledger.add_attention(queries, queries, self.chosen * self.relative.row_macs)
+            ledger.add_attention(queries, rows.per_sequence, self.chosen * self.relative.row_macs)
 
     def account_kv(self, ledger: Ledger, rows: Rows) -> None:
         """Books the keys and values projected for `rows`."""

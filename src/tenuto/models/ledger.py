@@ -38,7 +38,8 @@ class Ledger:
                 self.layer_macs[self.layer] = booked + rows.to(torch.int64) * cost
 
     def add_attention(self, executed: Tensor, causal: Tensor, cost: int) -> None:
-        """Books query-key pairs [B], executed and let through by the mask, at `cost` MACs a pair."""
+        """Books query-key pairs [B], executed and let through by the mask, at `cost` MACs a pair; or rows of attention
+        that are no pairs (a query's products with relative positions), padded and true."""
         self.add("attention", executed, cost)
         self.attention_causal = self.attention_causal + causal.to(torch.int64) * cost
 
