@@ -83,6 +83,22 @@ def argmax_answer(model, ids, most, **knobs):
 # training
 
 
+def test_training_measures_the_likelihood_of_a_token(folder):
+    """Validation loss is the mean over all target tokens, in batches of any size, and label smoothing is no part of
+    it: `loss_of` of the validation part.
+    """
+    from tenuto.train import train
+    from tenuto.translate import loss_of
+
+    few = ["--training.max_steps=4", "--config.label_smoothing=0.3", "--training.per_device_eval_batch_size=3"]
+    found = train(load_recipe(folder / "sut.yaml", few), folder / "smoothed")
+    loaded = load(folder / "smoothed")
+    pairs = pairs_of(loaded, ["validation"])["validation"]
+    lengths = {len(pair[1].split()) for pair in pairs}
+    assert len(lengths) > 1 and len(pairs) % 3
+    assert found["validation_loss"] == pytest.approx(loss_of(loaded, pairs), abs=1e-5)
+
+
 def test_training_measures_exact_match(trained, run):
     """The share that an argmax loop gives; it stands in the history beside the loss, and the last one in percent."""
     loaded = load(run)
