@@ -268,7 +268,9 @@ def shift(name: str) -> str:
     for row, some in rows.items():
         cells = []
         for part in ("first", "last"):
-            difference, error = (sum(one[part][key] for one in some) / len(some) for key in ("difference", "error"))
+            difference, error = (
+                sum(one[part][key] for one in some) / len(some) for key in ("difference", "error")
+            )
             cells.append(f"{difference:+.4f} ± {error:.4f}")
         lines.append(
             f"| {row} | {len(some)} | {' | '.join(cells)} | {sum(one['shift'] for one in some)} of {len(some)} |"
@@ -310,7 +312,10 @@ def smollm2(name: str) -> str:
 def prefill(name: str) -> str:
     """Of benchmarks/routed.py, a skipping layer's share of the dense layer's time."""
     figures = figures_of(name)
-    lines = ["| router | tokens | capacity | ms, dense layer | ms, skipping layer | share |", "|---" * 6 + "|"]
+    lines = [
+        "| router | tokens | capacity | ms, dense layer | ms, skipping layer | share |",
+        "|---" * 6 + "|",
+    ]
     for kind in ("mod", "sdt", "stt"):
         for length, row in figures[kind]["layer"].items():
             lines.append(
@@ -329,7 +334,9 @@ def decoding(name: str) -> str:
     ]
     for kind in ("mod", "sdt", "stt"):
         for rows, row in figures[kind]["decoding"].items():
-            shares = (100 * row[key] for key in ("kv_written_share", "kv_allocated_share", "kv_share_expected"))
+            shares = (
+                100 * row[key] for key in ("kv_written_share", "kv_allocated_share", "kv_share_expected")
+            )
             lines.append(
                 f"| {kind} | {rows} | {row['capacity']:.3f} | {row['tokens_per_second_dense']:.0f}"
                 f" | {row['tokens_per_second']:.0f} | {row['faster']:.2f} | "
@@ -355,7 +362,10 @@ def int8_speed(name: str) -> str:
     figures = figures_of(name)["int8"]
     cells = {tuple(key.removesuffix(" rows").split(", ")): value for key, value in figures.items()}
     widths, rows = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    lines = [f"| width of the prior | {' | '.join(f'{row} rows' for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
+    lines = [
+        f"| width of the prior | {' | '.join(f'{row} rows' for row in rows)} |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
     for width in widths:
         lines.append(f"| {width} | {' | '.join(f'{cells[width, row]:.2f}' for row in rows)} |")
     return "\n".join(lines)
@@ -375,10 +385,50 @@ def pairs(name: str, part: str) -> str:
         lines.append(
             f"| {row['row']} | {row['seeds']} | {row['parameters']:,}"
             f" | {_with(here[measure]['mean'], here[measure]['spread'], '.2f')} | "
-            + ("" if gap is None else "{:+.2f} [{:+.2f}, {:+.2f}]".format(gap["difference"], *gap["interval"]))
+            + ("" if gap is None else _gap(gap))
             + f" | {here['loss']:.4f} | {here['encoder_depth']:.2f} / {here['decoder_depth']:.2f}"
             f" | {here['macs_per_token'] / 1e6:.3f} | {here['tokens_per_second']:,.0f} |"
         )
+    return "\n".join(lines)
+
+
+def _gap(gap: dict) -> str:
+    """A difference with its interval over seeds, and over the examples."""
+    text = "{:+.2f} [{:+.2f}, {:+.2f}]".format(gap["difference"], *gap["interval"])
+    return (
+        text + "; [{:+.2f}, {:+.2f}]".format(*gap["examples_interval"])
+        if "examples_interval" in gap
+        else text
+    )
+
+
+def pooled(name: str) -> str:
+    """BLEU of all tests of `tenuto compare` together: the differences, with the bootstrap over sentences."""
+    figures = figures_of(name)
+    some = [row for row in figures["rows"] if row.get("pooled")]
+    lines = [
+        f"| model | BLEU of {' + '.join(some[0]['pooled']['sets'])} | minus {figures['against']} [95%] |",
+        "|---" * 3 + "|",
+    ]
+    for row in some:
+        here = row["pooled"]
+        low, high = here["interval"]
+        lines.append(
+            f"| {row['row']} | {here['second']:.2f} | {here['difference']:+.2f} [{low:+.2f}, {high:+.2f}] |"
+        )
+    return "\n".join(lines)
+
+
+def kinds(name: str, part: str) -> str:
+    """Exact match of `tenuto compare` by kind of example, means over seeds: one line a kind, one column a row."""
+    figures = figures_of(name)
+    rows: dict[str, list[dict]] = {}
+    for one in figures["results"]:
+        rows.setdefault(one["row"], []).append(one["quality"][part]["by_kind"])
+    lines = [f"| | examples | {' | '.join(rows)} |", "|---" * (len(rows) + 2) + "|"]
+    for kind, first in next(iter(rows.values()))[0].items():
+        means = [sum(one[kind]["exact"] for one in some) / len(some) for some in rows.values()]
+        lines.append(f"| {kind} | {first['examples']} | {' | '.join(f'{mean:.1f}' for mean in means)} |")
     return "\n".join(lines)
 
 
@@ -574,6 +624,8 @@ MAKERS = {
     "int8": int8,
     "int8_speed": int8_speed,
     "pairs": pairs,
+    "pooled": pooled,
+    "kinds": kinds,
     "smollm2": smollm2,
     "routers": routers,
     "rules": rules,

@@ -90,7 +90,11 @@ def test_training_measures_the_likelihood_of_a_token(folder):
     from tenuto.train import train
     from tenuto.translate import loss_of
 
-    few = ["--training.max_steps=4", "--config.label_smoothing=0.3", "--training.per_device_eval_batch_size=3"]
+    few = [
+        "--training.max_steps=4",
+        "--config.label_smoothing=0.3",
+        "--training.per_device_eval_batch_size=3",
+    ]
     found = train(load_recipe(folder / "sut.yaml", few), folder / "smoothed")
     loaded = load(folder / "smoothed")
     pairs = pairs_of(loaded, ["validation"])["validation"]
@@ -204,6 +208,16 @@ def test_paired_exact_is_the_bootstrap_over_examples():
     assert same["difference"] == 0 and same["interval"] == [0, 0] and same["p"] == 1
     with pytest.raises(ValueError, match="of 200 and 3 examples"):
         paired_exact(first, second[:3])
+    # of several trainings an example comes with all its outcomes
+    firsts, seconds = draws.random((3, 200)) < 0.4, draws.random((3, 200)) < 0.5
+    found = paired_exact(firsts, seconds, samples=4000)
+    change = seconds.mean(0) - firsts.mean(0)
+    slow = [100 * change[draws.integers(200, size=200)].mean() for _ in range(4000)]
+    assert found["interval"] == pytest.approx(np.percentile(slow, [2.5, 97.5]), abs=0.6)
+    assert found["difference"] == pytest.approx(100 * change.mean(), abs=0.01)
+    assert paired_exact(firsts[:1], seconds[:1]) == paired_exact(firsts[0], seconds[0])
+    with pytest.raises(ValueError, match="3 and 2 trainings"):
+        paired_exact(firsts, seconds[:2])
 
 
 # the knob
@@ -363,6 +377,18 @@ def test_comparison_of_rows(folder):
         ]
         minus = fixed["sets"][part]["minus_against"]
         assert minus["difference"] == pytest.approx(np.mean(gaps), abs=1e-3) and minus["over"] == "seeds"
+        sources = pairs_of(load(output / "sut-0"), [part])[part]
+        right = [
+            [
+                [
+                    said == pair[1]
+                    for said, pair in zip(said_in(output / f"{row}-{seed}", part), sources, strict=True)
+                ]
+                for seed in (0, 1)
+            ]
+            for row in ("sut", "no-halting")
+        ]
+        assert minus["examples_interval"] == paired_exact(*map(np.array, right))["interval"]
         assert fixed["sets"][part]["decoder_depth"] == 4.0 and dense["sets"][part]["encoder_depth"] == 2.0
     assert "minus_against" not in sut["sets"]["test"] and dense["sets"]["test"]["exact"]["interval"] is None
     # one seed in common: the bootstrap over what was said

@@ -45,8 +45,9 @@ def pairs_table(
     """One line a row, by set: BLEU or exact match with its interval over seeds, costs, and the difference from the
     row `against`. folders: of the cells, by row and seed.
 
-    A difference is taken seed by seed: of several seeds its 95% interval is Student's over them ("seeds"); of one seed
-    it is the paired bootstrap's over the examples, which says nothing about other seeds ("examples"). pooled: BLEU of
+    A difference is taken seed by seed: of several seeds its 95% interval is Student's over them ("seeds"), beside the
+    paired bootstrap's over the examples with all these seeds' answers (`examples_interval`); of one seed it is the
+    latter ("examples"), which says nothing about other seeds. pooled: BLEU of
     all tests together, and the bootstrap over their sentences with the answers of all seeds; where there are several.
     """
     lines = []
@@ -90,7 +91,13 @@ def _difference(
         return found and {**{key: found[key] for key in ("difference", "interval", "p")}, "over": "examples"}
     measure = "bleu" if "bleu" in shared[0]["quality"][part] else "exact"
     found = student([one["quality"][part][measure] - base[one["seed"]][measure] for one in shared])
-    return {"difference": found["mean"], "interval": found["interval"], "over": "seeds"}
+    examples = _over_examples([part], some, against, results, folders)
+    return {
+        "difference": found["mean"],
+        "interval": found["interval"],
+        "over": "seeds",
+        "examples_interval": examples["interval"],
+    }
 
 
 def _over_examples(
@@ -111,11 +118,12 @@ def _over_examples(
         targets += [pair[1] for pair in pairs[: len(said_in(folders[shared[0]], part))]]
     if "bleu" in some[0]["quality"][parts[0]]:
         return {"sets": parts, **paired_bootstrap_of_runs(theirs, ours, targets)}
-    # exact match is pooled over no seeds; an unfinished answer is a word longer than its target and does not equal it
-    return {
-        "sets": parts,
-        **paired_exact(*(np.array(said[0]) == np.array(targets) for said in (theirs, ours))),
-    }
+    # an unfinished answer is a word longer than its target and does not equal it
+    right = (
+        [[one == target for one, target in zip(said, targets, strict=True)] for said in row]
+        for row in (theirs, ours)
+    )
+    return {"sets": parts, **paired_exact(*map(np.array, right))}
 
 
 def _joined(folder: Path, parts: list[str]) -> list[str]:

@@ -197,17 +197,19 @@ def paired_bootstrap_of_runs(
 def paired_exact(first: np.ndarray, second: np.ndarray, samples: int = 1000, seed: int = 0) -> dict[str, Any]:
     """`paired_bootstrap` for two outcomes [N] bool, right or wrong, of the same examples: percent and points.
 
-    ValueError if the numbers of examples differ.
+    [R, N] of R trainings: an example is drawn with all its outcomes. ValueError if the shapes differ.
     """
-    if not len(first) == len(second) > 0:
+    first, second = np.atleast_2d(first), np.atleast_2d(second)
+    if first.shape != second.shape or not first.size:
         raise ValueError(
-            f"The outcomes are of {len(first)} and {len(second)} examples: as many, and one at least."
+            f"The outcomes are of {first.shape[1]} and {second.shape[1]} examples, from {len(first)} and"
+            f" {len(second)} trainings: as many, and one at least."
         )
-    change = second.astype(int) - first.astype(int)
-    # to draw examples with replacement is to draw how many of them change from right to wrong, not at all, and back
-    counts = np.bincount(change + 1, minlength=3)
+    runs, change = len(first), second.astype(int).sum(0) - first.astype(int).sum(0)
+    # to draw examples with replacement is to draw how many of them gain, or lose, so many right answers
+    counts = np.bincount(change + runs, minlength=2 * runs + 1)
     drawn = np.random.default_rng(seed).multinomial(len(change), counts / len(change), size=samples)
-    differences = 100 * (drawn[:, 2] - drawn[:, 0]) / len(change)
+    differences = 100 * (drawn @ np.arange(-runs, runs + 1)) / (runs * len(change))
     return _resampled(100 * float(first.mean()), 100 * float(second.mean()), differences)
 
 
