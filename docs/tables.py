@@ -384,12 +384,17 @@ def pairs(name: str, part: str) -> str:
         gap = here.get("minus_against")
         lines.append(
             f"| {row['row']} | {row['seeds']} | {row['parameters']:,}"
-            f" | {_with(here[measure]['mean'], here[measure]['spread'], '.2f')} | "
+            f" | {_points(here[measure])} | "
             + ("" if gap is None else _gap(gap))
             + f" | {here['loss']:.4f} | {here['encoder_depth']:.2f} / {here['decoder_depth']:.2f}"
             f" | {here['macs_per_token'] / 1e6:.3f} | {here['tokens_per_second']:,.0f} |"
         )
     return "\n".join(lines)
+
+
+def _points(quality: dict) -> str:
+    """Percent or BLEU with its spread over seeds."""
+    return f"{quality['mean']:.2f}" + ("" if quality["spread"] is None else f" ± {quality['spread']:.2f}")
 
 
 def _gap(gap: dict) -> str:
