@@ -267,6 +267,8 @@ def test_sweep_is_what_the_model_writes_at_each_threshold(run):
         for side, found, full in zip(("encoder", "decoder"), depths, (3, 4), strict=True):
             assert row[f"{side}_depth"] == pytest.approx(np.mean(found), abs=1e-3)
             assert row[f"{side}_skipped"] == pytest.approx(100 * (1 - np.mean(found) / full), abs=0.01)
+        ran, most = sum(depths[0]) + sum(depths[1]), 3 * len(depths[0]) + 4 * len(depths[1])
+        assert row["skipped"] == pytest.approx(100 * (1 - ran / most), abs=0.01)
         assert row["written_tokens"] == len(depths[1])
         assert row["exact"] == round(100 * np.mean(right[row["threshold"]]), 2)
         # keys of padding beside longer sources are projected as well
@@ -276,6 +278,15 @@ def test_sweep_is_what_the_model_writes_at_each_threshold(run):
         assert row["difference_interval"][0] <= row["difference"] <= row["difference_interval"][1]
     assert rows[0]["encoder_skipped"] == rows[0]["changed"] == 0 and rows[0]["macs_share"] == 1.0
     assert rows[2]["encoder_depth"] == rows[2]["decoder_depth"] == 1.0 and rows[2]["macs_share"] < 0.7
+    # two sets as one
+    both = sweep_pairs(run, [0.6], ["test+validation", "test"], repeats=1, limit=5)["sets"]
+    alone = sweep_pairs(run, [0.6], ["validation"], repeats=1, limit=5)["sets"]["validation"]
+    assert both["test+validation"]["examples"] == 10 and [*both] == ["test+validation", "test"]
+    for row, one, two in zip(
+        both["test+validation"]["rows"], both["test"]["rows"], alone["rows"], strict=True
+    ):
+        assert row["exact"] == pytest.approx((one["exact"] + two["exact"]) / 2, abs=0.01)
+        assert row["written_tokens"] == one["written_tokens"] + two["written_tokens"]
     assert spread(range(10), 3) == [0, 4, 9] and spread(range(3), 5) == [0, 1, 2]
 
 

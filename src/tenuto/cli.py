@@ -121,7 +121,8 @@ def _parser() -> ArgumentParser:
     )
     one = add(verbs.sweep, "runs/first --thresholds 0.99,0.9,0.5", "checkpoint", "result")
     one.add_argument(
-        "--sets", help="all test sets when left out; of a text-to-text model's the validation part"
+        "--sets",
+        help="all test sets when left out; of a text-to-text model's the validation part, and a+b is two together",
     )
     one.add_argument("--thresholds", default="0.999,0.99,0.9,0.7,0.5,0.3,0.1", help="separated by commas")
     one.add_argument("--capacities", help="of a routed model (mod, sdt, stt), instead: separated by commas")

@@ -21,7 +21,8 @@ def sweep_pairs(
     length_penalty: float = 1.0,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """The knob on the sets `names`, the validation part when none is given: a setting is not chosen on a test.
+    """The knob on the sets `names`, the validation part when none is given: a setting is not chosen on a test. A name
+    "a+b" is two sets taken together.
 
     limit: that many examples of each set, spread evenly over it. The decoder reads its own output. See `knob_pairs`.
     """
@@ -30,8 +31,11 @@ def sweep_pairs(
         raise ValueError(f"{loaded.folder} has a fixed depth; the knob needs policy stick_breaking.")
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1.")
-    sets = test_pairs(loaded, names or ["validation"])
-    sets = {name: spread(pairs, limit) for name, pairs in sets.items()}
+    joined = {name: name.split("+") for name in names or ["validation"]}
+    read = test_pairs(loaded, [*dict.fromkeys(part for parts in joined.values() for part in parts)])
+    sets = {
+        name: [pair for part in parts for pair in spread(read[part], limit)] for name, parts in joined.items()
+    }
     return {
         "full_depth": full_depths(loaded.model),
         "beams": beams,
@@ -71,7 +75,7 @@ def knob_pairs(
     """One row for each threshold, and a first one at threshold 1: nobody stops, the states mix as in training.
 
     BLEU, or exact match of compositional tasks, and its difference from the first row on the same examples, with the
-    95% interval of the paired bootstrap; steps and steps skipped (percent) of a source token and of a written one;
+    95% interval of the paired bootstrap; steps and steps skipped (percent) of a source token, a written one, and both;
     MACs of one pass over sources and outputs, their share of the first row's, and the same per token (an output may
     be longer than at full depth); seconds of the search, each setting timed `repeats` times turn by turn, of which the
     fastest counts.
@@ -91,6 +95,9 @@ def knob_pairs(
             f"{side}_skipped": round(100 * (1 - float(np.concatenate(depths).mean()) / full[side]), 2)
             for side, depths in sides.items()
         }
+        ran = sum(int(each.sum()) for depths in sides.values() for each in depths)
+        most = sum(len(each) * full[side] for side, depths in sides.items() for each in depths)
+        skipped["skipped"] = round(100 * (1 - ran / most), 2)
         rows.append(
             {
                 "threshold": threshold,

@@ -81,6 +81,7 @@ def sweep(options, thresholds: Sequence[float]) -> Any:
                     f"{row['changed']:.1f}",
                     f"{row['encoder_skipped']:.1f}",
                     f"{row['decoder_skipped']:.1f}",
+                    f"{row['skipped']:.1f}",
                     f"{100 * row['macs_share']:.1f}",
                     f"{100 * row['macs_per_token_share']:.1f}",
                     f"{100 * row['seconds_share']:.1f}",
@@ -89,7 +90,7 @@ def sweep(options, thresholds: Sequence[float]) -> Any:
             ]
             measure = "BLEU" if part["measure"] == "bleu" else "exact %"
             columns = ("threshold", measure, "difference [95%]", "answers changed %", "encoder skips %",
-                       "decoder skips %", "MACs %", "MACs/token %", "time %")  # fmt: skip
+                       "decoder skips %", "skips %", "MACs %", "MACs/token %", "time %")  # fmt: skip
             notes = [
                 f"{part['examples']:,} examples, beams {figures['beams']}; shares and differences are against"
                 f" threshold 1 ({full['encoder']} and {full['decoder']} steps)."
