@@ -407,6 +407,22 @@ def _gap(gap: dict) -> str:
     )
 
 
+def knob_pairs(name: str, part: str) -> str:
+    """The knob of a text-to-text model on one set, beside threshold 1."""
+    found = figures_of(name)["sets"][part]
+    titles = ["threshold", "BLEU" if found["measure"] == "bleu" else "exact %", "difference [95%]", "steps skipped %",
+              "encoder %", "decoder %", "MACs %", "seconds %"]  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in found["rows"]:
+        gap = "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["difference_interval"])
+        shares = (row["skipped"], row["encoder_skipped"], row["decoder_skipped"],
+                  100 * row["macs_share"], 100 * row["seconds_share"])  # fmt: skip
+        lines.append(
+            f"| {row['threshold']:g} | {row[found['measure']]:.2f} | {gap} | {' | '.join(f'{one:.1f}' for one in shares)} |"
+        )
+    return "\n".join(lines)
+
+
 def pooled(name: str) -> str:
     """BLEU of all tests of `tenuto compare` together: the differences, with the bootstrap over sentences."""
     figures = figures_of(name)
@@ -630,6 +646,7 @@ MAKERS = {
     "int8_speed": int8_speed,
     "pairs": pairs,
     "pooled": pooled,
+    "knob_pairs": knob_pairs,
     "kinds": kinds,
     "smollm2": smollm2,
     "routers": routers,
@@ -648,7 +665,7 @@ def filled(text: str) -> str:
         gap = "\n" if "\n" in made else ""
         return f"<!-- {match['call']} -->{gap}{made}{gap}<!-- end -->"
 
-    return re.sub(r"<!-- (?P<call>\w+(?: [\w/-]+)*) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (?P<call>\w+(?: [\w/+-]+)*) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
