@@ -417,9 +417,8 @@ def knob_pairs(name: str, part: str) -> str:
         gap = "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["difference_interval"])
         shares = (row["skipped"], row["encoder_skipped"], row["decoder_skipped"],
                   100 * row["macs_share"], 100 * row["seconds_share"])  # fmt: skip
-        lines.append(
-            f"| {row['threshold']:g} | {row[found['measure']]:.2f} | {gap} | {' | '.join(f'{one:.1f}' for one in shares)} |"
-        )
+        shown = " | ".join(f"{one:.1f}" for one in shares)
+        lines.append(f"| {row['threshold']:g} | {row[found['measure']]:.2f} | {gap} | {shown} |")
     return "\n".join(lines)
 
 
