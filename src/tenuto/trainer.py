@@ -118,8 +118,11 @@ class AdaptiveTrainer(Trainer):
         self.judged = torch.zeros(2, dtype=torch.float64)
         out = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         # the mean over labels: batches have unlike many, and those of short sequences would weigh as much as the others
-        total, count = self.accelerator.reduce(self.judged.to(self.args.device), "sum").tolist()
-        if count:
+        total, count = self.judged.tolist()
+        if self.args.world_size > 1:
+            total, count = self.accelerator.reduce(self.judged.float().to(self.args.device), "sum").tolist()
+        # where a sequence's first label is no target, as in a language model, the rows are of one length
+        if count and self.recipe.head == "text-to-text":
             out.metrics[f"{metric_key_prefix}_loss"] = total / count
         if self.task.answers is not None:
             # here and not after: so they stand beside the loss in the logs, and metric_for_best_model knows them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def train(options) -> Any:
         figures = run(recipe, options.output, options.resume, progress)
     if int(os.environ.get("RANK", 0)):
         # of several processes the first alone writes and speaks
+        sys.stdout = open(os.devnull, "w")
         return figures, lambda: None
     if "validation_accuracy" in figures:
         figures["accuracy"] = {"validation": round(figures["validation_accuracy"], 2)}
